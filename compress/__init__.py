@@ -13,6 +13,7 @@ from compress.layout import TensorSpec, UnitLayout
 from compress.options import option, parse, register, registry
 from compress.powersgd import PowerSGD
 from compress.protocols import Codec, served_chunk, two_sided, two_sided_rounds
+from compress.quantize import Int4, Int8
 from compress.randomk import RandomK
 from compress.requests import AllGather, AllReduce, AllToAll, Request
 from compress.sign import Sign
@@ -34,6 +35,8 @@ __all__ = [
     "Context",
     "Exact",
     "Exchange",
+    "Int4",
+    "Int8",
     "LockstepError",
     "PowerSGD",
     "Price",

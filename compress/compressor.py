@@ -52,7 +52,7 @@ class Context:
         step: exchanges completed before this one, equal on all workers.
         seed: shared by all workers.
         device: where the arena lives.
-        salt: tells the children of one unit apart in the random streams.
+        salt: tells units, and the children of one unit, apart in `shared_sample`.
     """
 
     layout: UnitLayout
@@ -64,13 +64,14 @@ class Context:
     salt: str = ""
 
     def _generator(self, *purpose: object) -> np.random.Generator:
-        words = "/".join(map(str, (self.seed, self.salt, *purpose)))
-        return np.random.Generator(
-            np.random.SFC64(list(hashlib.blake2b(words.encode(), digest_size=16).digest()))
-        )
+        words = "/".join(map(str, (self.seed, *purpose)))
+        return np.random.Generator(np.random.SFC64(list(hashlib.blake2b(words.encode(), digest_size=16).digest())))
 
     def shared_normal(self, shape: Sequence[int], *purpose: object) -> Tensor:
-        """Standard normal numbers [*shape], equal on all workers and for every call with the same purpose."""
+        """Standard normal numbers [*shape], equal on all workers.
+
+        The purpose (a parameter's name, the step …) alone decides them, whatever unit they are drawn for.
+        """
         if self.device.type == "meta":
             return torch.empty(*shape, dtype=self.layout.dtype, device="meta")
         numbers = self._generator("normal", *purpose).standard_normal(tuple(shape), dtype=np.float64)
@@ -82,7 +83,7 @@ class Context:
             return torch.empty(count, dtype=torch.int64, device="meta")
         if count == population:
             return torch.arange(population, device=self.device)
-        chosen = self._generator("sample", self.step).choice(population, count, replace=False, shuffle=False)
+        chosen = self._generator("sample", self.salt, self.step).choice(population, count, replace=False, shuffle=False)
         return torch.from_numpy(np.sort(chosen)).to(self.device)
 
 

@@ -95,7 +95,8 @@ class FP16(Half):
 
     On the wire: 2 bytes an element in one all-reduce, or each way of the two-sided exchange.
     Law: conserves up to the rounding of the sum; exactly with wide_sum and memory.
-    Not for: gradients beyond 65504 (they arrive as infinities, and the step should be skipped, as GradScaler does) or mostly below 6e-8.
+    Not for: gradients beyond 65504 (they arrive as infinities, and the step should be skipped, as GradScaler
+    does) or mostly below 6e-8.
 
     >>> from compress import simulate
     >>> simulate("fp16", [[[1.0, 2.0], [3.0, 6.0]]]).means[0].tolist()

@@ -56,9 +56,7 @@ def option(
 
     `shown` options are always part of the spec string; others only where they differ from the default.
     """
-    return dataclasses.field(
-        default=default, metadata={"low": low, "high": high, "above": above, "shown": shown}
-    )
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "shown": shown})
 
 
 @cache
@@ -68,28 +66,24 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def own_options(compressor_type: "type[Compressor]") -> list[dataclasses.Field[Any]]:
     """The fields that a user sets in a spec (all but a wrapper's `inner`)."""
-    return [field for field in dataclasses.fields(compressor_type) if field.name != "inner"]
+    return [field for field in dataclasses.fields(compressor_type) if field.name != "inner"]  # type: ignore[arg-type]
 
 
 def check_options(compressor: "Compressor") -> None:
     """Raise TypeError or ValueError, naming option, value and remedy, unless every option is legal."""
-    for field in dataclasses.fields(compressor):
+    for field in dataclasses.fields(compressor):  # type: ignore[arg-type]
         value, hint = getattr(compressor, field.name), _hints(type(compressor))[field.name]
         where = f"{compressor.name}: option {field.name!r}"
         if get_origin(hint) is Literal:
             if value not in get_args(hint):
-                raise ValueError(
-                    f"{where} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}"
-                )
+                raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
             continue
         fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(compressor, field.name, float(value))
             fits, value = True, float(value)
         if not fits:
-            raise TypeError(
-                f"{where} must be of type {hint.__name__}, got {value!r} ({type(value).__name__})"
-            )
+            raise TypeError(f"{where} must be of type {hint.__name__}, got {value!r} ({type(value).__name__})")
         limits = field.metadata
         low, high, above = limits.get("low"), limits.get("high"), limits.get("above")
         if isinstance(value, float) and not math.isfinite(value):
@@ -107,8 +101,8 @@ def format_options(compressor: "Compressor") -> str:
     written = []
     for field in own_options(type(compressor)):
         value = getattr(compressor, field.name)
-        made = field.default_factory is not dataclasses.MISSING
-        default = field.default_factory() if made else field.default  # type: ignore[misc]
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory()
         if field.metadata.get("shown") or value != default:
             written.append(f"{field.name}={_format_value(value)}")
     spec = f"{compressor.name}:{','.join(written)}" if written else compressor.name
@@ -136,9 +130,7 @@ def parse(spec: str) -> "Compressor":
         *wrappers, innermost = [_parse_item(item) for item in _split(spec, "/")]
         cls, options = innermost
         if cls.is_wrapper:
-            raise ValueError(
-                f"{cls.name!r} wraps another compressor: write {cls.name}/powersgd:rank=4, for example"
-            )
+            raise ValueError(f"{cls.name!r} wraps another compressor: write {cls.name}/powersgd:rank=4, for example")
         compressor = cls(**options)
         for cls, options in reversed(wrappers):
             if not cls.is_wrapper:

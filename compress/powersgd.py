@@ -67,7 +67,8 @@ class PowerSGD(Compressor):
 
     >>> from compress import simulate
     >>> ones = [[1.0, 1.0], [1.0, 1.0]]
-    >>> simulate("powersgd:rank=1,min_compression_rate=0", [[ones, ones]], shapes=[(2, 2)]).means[0].round(decimals=4).tolist()
+    >>> result = simulate("powersgd:rank=1,min_compression_rate=0", [[ones, ones]], shapes=[(2, 2)])
+    >>> result.means[0].round(decimals=4).tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
 
@@ -104,11 +105,7 @@ class PowerSGD(Compressor):
         groups = [group for group in ctx.layout.groups if group.key[0] == LOW_RANK]
         span, _ = ctx.layout.part(TAIL)
         matrices = _stacks(x, groups)
-        warm = (
-            state.q
-            if self.warm_start
-            else tuple(self._start(group, ctx, ctx.step) for group in ctx.layout.groups)
-        )
+        warm = state.q if self.warm_start else tuple(self._start(group, ctx, ctx.step) for group in ctx.layout.groups)
         # Q is kept transposed: M @ Q^T' with a contiguous Q' and P^T @ M are the fast forms of skinny products.
         p = [m @ q.mT for m, q in zip(matrices, warm, strict=False)]
         *p, tail = yield AllReduce((*p, x[span].clone()))

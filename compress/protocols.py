@@ -1,5 +1,6 @@
 """Ways to turn payloads into a mean, each written once: the two-sided exchange and exchanges side by side."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -38,7 +39,7 @@ class Codec(ABC):
 
 def chunk_blocks(numel: int, peers: int, block: int) -> int:
     """Blocks of the chunk that each peer serves: all peers the same number, together at least `numel` elements."""
-    return -(-(-(-numel // block)) // peers)
+    return math.ceil(math.ceil(numel / block) / peers)
 
 
 def served_chunk(codec: Codec, ctx: Context) -> Chunk:

@@ -4,7 +4,7 @@ An exchange never talks to a network. It *yields* one of these requests and is s
 lines run on a process group, in the lockstep simulation and under the cost model.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -112,3 +112,27 @@ class AllToAll(Request):
 
     def _control_part(self, control: Tensor) -> Tensor:
         return control.expand(len(self.tensors[0]), *control.shape)
+
+
+@dataclass
+class Traffic:
+    """What one worker sent: bytes by kind of collective.
+
+    Args:
+        payload_bytes: bytes handed in, by kind, without the driver's flags.
+        control_bytes: bytes of the driver's flags.
+        wire_bytes: bytes sent by the ring or pairwise formula, flags included.
+        collectives: number of messages.
+    """
+
+    payload_bytes: dict[str, int] = field(default_factory=dict)
+    control_bytes: int = 0
+    wire_bytes: float = 0.0
+    collectives: int = 0
+
+    def count(self, request: Request, peers: int) -> None:
+        """Add one request, answered by `peers` workers."""
+        self.payload_bytes[request.kind] = self.payload_bytes.get(request.kind, 0) + request.payload_bytes
+        self.control_bytes += request.control_bytes
+        self.wire_bytes += request.wire_bytes(peers)
+        self.collectives += 1

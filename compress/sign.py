@@ -24,7 +24,8 @@ class SignCodec(Codec):
         return signs.encode_(x, self.block)
 
     def decode_add_(self, out: Tensor, payload: tuple[Tensor, ...], weight: float = 1.0) -> None:
-        signs.decode_add_(out, *payload, weight)
+        bits, scales = payload
+        signs.decode_add_(out, bits, scales, weight)
 
     def block_bytes(self, itemsize: int) -> int:
         return self.block // 8 + itemsize

@@ -5,7 +5,7 @@ answered. A worker that asks for something else than its peers is an error that 
 """
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from compress.compressor import Compressor, Context
 from compress.driver import Carry, Outcome, commit, exchange_unit
 from compress.layout import TensorSpec, UnitLayout
 from compress.options import parse
-from compress.requests import AllGather, AllReduce, AllToAll, Replies, Request
+from compress.requests import AllGather, AllReduce, AllToAll, Replies, Request, Traffic
 from compress.state import server_memory
 
 Result = TypeVar("Result")
@@ -23,30 +23,6 @@ Result = TypeVar("Result")
 
 class LockstepError(RuntimeError):
     """Workers asked for different collectives in the same round."""
-
-
-@dataclass
-class Traffic:
-    """What one worker sent: bytes by kind of collective.
-
-    Args:
-        payload_bytes: bytes handed in, by kind, without the driver's flags.
-        control_bytes: bytes of the driver's flags.
-        wire_bytes: bytes sent by the ring or pairwise formula, flags included.
-        collectives: number of messages.
-    """
-
-    payload_bytes: dict[str, int] = field(default_factory=dict)
-    control_bytes: int = 0
-    wire_bytes: float = 0.0
-    collectives: int = 0
-
-    def count(self, request: Request, peers: int) -> None:
-        """Add one request, answered by `peers` workers."""
-        self.payload_bytes[request.kind] = self.payload_bytes.get(request.kind, 0) + request.payload_bytes
-        self.control_bytes += request.control_bytes
-        self.wire_bytes += request.wire_bytes(peers)
-        self.collectives += 1
 
 
 def mean_in_order(tensors: Sequence[Tensor]) -> Tensor:
@@ -76,16 +52,13 @@ def perform_together(requests: Sequence[Request]) -> list[Replies]:
         return [tuple(torch.stack(column) for column in columns) for _ in requests]
     if isinstance(requests[0], AllToAll):
         return [
-            tuple(torch.stack([t[worker] for t in column]) for column in columns)
-            for worker in range(len(requests))
+            tuple(torch.stack([t[worker] for t in column]) for column in columns) for worker in range(len(requests))
         ]
     raise TypeError(f"unknown kind of request: {type(requests[0]).__name__}")
 
 
 def _describe(request: Request) -> str:
-    tensors = ", ".join(
-        f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in request.parts
-    )
+    tensors = ", ".join(f"{list(part.shape)} {str(part.dtype).removeprefix('torch.')}" for part in request.parts)
     return f"{request.kind} on {request.axis!r} of ({tensors})"
 
 
@@ -109,9 +82,7 @@ def lockstep(
         if len(results) == len(exchanges):
             return [results[worker] for worker in range(len(exchanges))]
         if results:
-            raise LockstepError(
-                f"workers {sorted(results)} were done while others asked for {_describe(requests[0])}"
-            )
+            raise LockstepError(f"workers {sorted(results)} were done while others asked for {_describe(requests[0])}")
         if traffic is not None:
             for meter, request in zip(traffic, requests, strict=True):
                 meter.count(request, len(exchanges))
@@ -152,9 +123,7 @@ class Simulation:
             specs = [TensorSpec(f"p{number}", tuple(shape)) for number, shape in enumerate(layout)]
             layout = UnitLayout.build(specs, self.compressor.place, dtype)
         self.layout, self.workers, self.seed, self.step_number = layout, workers, seed, 0
-        self.carries = [
-            Carry.start(self.compressor, self.context(worker), error_feedback) for worker in range(workers)
-        ]
+        self.carries = [Carry.start(self.compressor, self.context(worker), error_feedback) for worker in range(workers)]
         self.traffic = [Traffic() for _ in range(workers)]
 
     def context(self, worker: int) -> Context:

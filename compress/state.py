@@ -43,9 +43,7 @@ def map_state(state: State, layout: UnitLayout, visit: Visit, path: str = "", of
             span, inner = (slice(0, 0), layout) if part is None else layout.part(part)
             new[field.name] = map_state(value, inner, visit, f"{where}.", offset + span.start)
         elif kind is None:
-            raise TypeError(
-                f"{type(state).__qualname__}.{field.name} has no kind: declare it with per_matrix(), …"
-            )
+            raise TypeError(f"{type(state).__qualname__}.{field.name} has no kind: declare it with per_matrix(), …")
         else:
             new[field.name] = visit(where, kind, value, layout, offset)
     return type(state)(**new)
@@ -60,9 +58,7 @@ def save_state(state: State, layout: UnitLayout) -> Saved:
         if kind == "per_matrix":
             for group, stacked in zip(layout.groups, value, strict=True):
                 if stacked.numel():
-                    entries |= {
-                        slot.spec.name: row.clone() for slot, row in zip(group.slots, stacked, strict=True)
-                    }
+                    entries |= {slot.spec.name: row.clone() for slot, row in zip(group.slots, stacked, strict=True)}
         else:
             for slot, span, first in value.overlaps(layout, offset):
                 entries[slot.spec.name] = {"start": first, "values": value.values[span].clone()}
@@ -84,9 +80,7 @@ def load_state(fresh: State, layout: UnitLayout, saved: Saved) -> State:
         entries = saved[path]
         if kind == "per_matrix":
             return tuple(
-                _stack(path, stacked, [entries[slot.spec.name] for slot in group.slots])
-                if stacked.numel()
-                else stacked
+                _stack(path, stacked, [entries[slot.spec.name] for slot in group.slots]) if stacked.numel() else stacked
                 for group, stacked in zip(layout.groups, value, strict=True)
             )
         values = value.values.clone()
@@ -112,9 +106,7 @@ def _fill(target: Tensor, target_start: int, source: Tensor, source_start: int) 
     start = max(target_start, source_start)
     stop = min(target_start + target.numel(), source_start + source.numel())
     if start < stop:
-        target[start - target_start : stop - target_start] = source[
-            start - source_start : stop - source_start
-        ]
+        target[start - target_start : stop - target_start] = source[start - source_start : stop - source_start]
 
 
 def select(accept: Tensor, new: State, old: State, layout: UnitLayout) -> State:
@@ -143,7 +135,9 @@ def keep_unused(
         used: bool [slots of the unit].
     """
     mask = dict(zip((slot.spec.name for slot in layout.slots), used, strict=True))
-    for slot in layout.slots if memory is not None else ():
+    for slot in layout.slots:
+        if memory is None:
+            break
         span = slice(slot.start, slot.stop)
         torch.where(mask[slot.spec.name], residual[span], memory[span], out=residual[span])
     olds: dict[str, Any] = {}

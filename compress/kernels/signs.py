@@ -49,9 +49,7 @@ def encode_(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
         scale = torch.mean(magnitude.view(-1, row), 1, out=scales[rows])
         octets = np.packbits(np.signbit(part.numpy()), bitorder="little")
         packed[start // 8 : start // 8 + len(octets)] = octets
-        part.view(-1, row).sub_(
-            torch.copysign(scale[:, None], part.view(-1, row), out=magnitude.view(-1, row))
-        )
+        part.view(-1, row).sub_(torch.copysign(scale[:, None], part.view(-1, row), out=magnitude.view(-1, row)))
     return bits, scales
 
 

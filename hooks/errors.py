@@ -1,0 +1,15 @@
+"""What can go wrong between processes, as exceptions."""
+
+
+class ExchangeError(RuntimeError):
+    """A gradient exchange failed on this rank or on a peer; the state is unusable afterwards.
+
+    The original exception is the cause and stays available as `state.error`.
+    """
+
+
+class AgreementError(ValueError):
+    """The ranks disagree about the compressor, its options, the seed, the model or library versions.
+
+    Raised with the same message on all ranks, before any gradient is exchanged.
+    """
