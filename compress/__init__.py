@@ -10,6 +10,8 @@ from compress.cost import Price, price
 from compress.exact import Exact
 from compress.half import BF16, FP16
 from compress.layout import TensorSpec, UnitLayout
+from compress.majority import SignSGD
+from compress.onebit import OneBit
 from compress.options import option, parse, register, registry
 from compress.powersgd import PowerSGD
 from compress.protocols import Codec, served_chunk, two_sided, two_sided_rounds
@@ -38,11 +40,13 @@ __all__ = [
     "Int4",
     "Int8",
     "LockstepError",
+    "OneBit",
     "PowerSGD",
     "Price",
     "RandomK",
     "Request",
     "Sign",
+    "SignSGD",
     "Simulation",
     "Split",
     "State",

@@ -77,6 +77,13 @@ class Context:
         numbers = self._generator("normal", *purpose).standard_normal(tuple(shape), dtype=np.float64)
         return torch.from_numpy(numbers).to(self.device, self.layout.dtype)
 
+    def private_bits(self, count: int) -> Tensor:
+        """Fair coins, bool [count], new each step and each worker's own."""
+        if self.device.type == "meta":
+            return torch.empty(count, dtype=torch.bool, device="meta")
+        octets = self._generator("bits", self.salt, self.step, self.index).bytes(-(count // -8))
+        return torch.from_numpy(np.unpackbits(np.frombuffer(octets, np.uint8))[:count]).to(self.device, torch.bool)
+
     def shared_sample(self, count: int, population: int) -> Tensor:
         """`count` distinct indices below `population`, ascending, int64; new each step, equal on all workers."""
         if self.device.type == "meta":

@@ -4,14 +4,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from compress.compressor import Context, Exchange, Round
+from compress.compressor import Context, Round
 from compress.requests import AllGather, AllReduce, AllToAll, Replies, Request
 from compress.state import Chunk
+
+Result = TypeVar("Result")
 
 
 class Codec(ABC):
@@ -42,10 +44,12 @@ def chunk_blocks(numel: int, peers: int, block: int) -> int:
     return math.ceil(math.ceil(numel / block) / peers)
 
 
-def served_chunk(codec: Codec, ctx: Context) -> Chunk:
-    """The empty server memory of this worker: the elements it averages for the others."""
-    numel, size = ctx.layout.numel, chunk_blocks(ctx.layout.numel, ctx.peers, codec.block) * codec.block
-    start, stop = min(ctx.index * size, numel), min((ctx.index + 1) * size, numel)
+def served_chunk(codec: Codec, ctx: Context, first: int = 0, last: int | None = None) -> Chunk:
+    """The empty server memory of this worker: the elements it averages for the others, of [first, last) of the
+    arena (all of it by default)."""
+    last = ctx.layout.numel if last is None else last
+    size = chunk_blocks(last - first, ctx.peers, codec.block) * codec.block
+    start, stop = min(first + ctx.index * size, last), min(first + (ctx.index + 1) * size, last)
     return Chunk(torch.zeros(stop - start, dtype=ctx.layout.dtype, device=ctx.device), start)
 
 
@@ -79,9 +83,9 @@ def two_sided(
     return mean, Chunk(served, server.start)
 
 
-def two_sided_rounds(codec: Codec, ctx: Context) -> list[Round]:
-    """The collectives of `two_sided`, with their payload bytes."""
-    blocks = chunk_blocks(ctx.layout.numel, ctx.peers, codec.block)
+def two_sided_rounds(codec: Codec, ctx: Context, numel: int | None = None) -> list[Round]:
+    """The collectives of `two_sided` for `numel` elements (default: the whole arena), with their payload bytes."""
+    blocks = chunk_blocks(ctx.layout.numel if numel is None else numel, ctx.peers, codec.block)
     chunk_bytes = blocks * codec.block_bytes(ctx.layout.itemsize)
     return [(AllToAll, ctx.peers * chunk_bytes), (AllGather, chunk_bytes)]
 
@@ -95,7 +99,7 @@ def _pad_blocks(part: Tensor, blocks: int) -> Tensor:
     return padded
 
 
-def parallel(exchanges: Sequence[Exchange]) -> Generator[Request, Replies, list[tuple[Tensor, Any]]]:
+def parallel(exchanges: Sequence[Generator[Request, Replies, Result]]) -> Generator[Request, Replies, list[Result]]:
     """Run exchanges side by side: what they ask for in one round, of one kind and axis, is one message.
 
     In a reduction the tensors must also share a dtype; what does not fit together travels separately, in the

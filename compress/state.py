@@ -11,7 +11,7 @@ from compress.compressor import State
 from compress.layout import Slot, UnitLayout
 
 Saved = dict[str, dict[str, Any]]
-Visit = Callable[[str, str, Any, UnitLayout, int], Any]
+Visit = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Chunk:
     values: Tensor
     start: int
 
-    def overlaps(self, layout: UnitLayout, offset: int) -> Iterator[tuple[Slot, slice, int]]:
+    def overlaps(self, layout: UnitLayout) -> Iterator[tuple[Slot, slice, int]]:
         """For each slot with elements in this chunk: the slot, its range in `values`, its first element there."""
         for slot in layout.slots:
             start, stop = max(slot.start, self.start), min(slot.stop, self.start + self.values.numel())
@@ -29,23 +29,27 @@ class Chunk:
                 yield slot, slice(start - self.start, stop - self.start), start - slot.start
 
 
-def map_state(state: State, layout: UnitLayout, visit: Visit, path: str = "", offset: int = 0) -> State:
-    """Rebuild a state field by field: `visit(path, kind, value, layout, offset)` gives the new value.
+def map_state(visit: Visit, layout: UnitLayout, state: State, *others: State, path: str = "", offset: int = 0) -> State:
+    """Rebuild a state field by field, side by side with others of the same form.
 
-    `layout` is that of the part of the unit the field belongs to, `offset` where the part begins.
+    `visit(path, kind, layout, offset, value, *other values)` gives the new value of a field; of a tuple of server
+    chunks it sees one at a time. `layout` is that of the part of the unit which the field belongs to, `offset`
+    where the part begins.
     """
     new: dict[str, Any] = {}
     for field in dataclasses.fields(state):
-        value, where = getattr(state, field.name), f"{path}{field.name}"
-        kind = field.metadata.get("kind")
+        where, kind = f"{path}{field.name}", field.metadata.get("kind")
+        values = [getattr(each, field.name) for each in (state, *others)]
         if kind == "nested":
             part = field.metadata["part"]
             span, inner = (slice(0, 0), layout) if part is None else layout.part(part)
-            new[field.name] = map_state(value, inner, visit, f"{where}.", offset + span.start)
+            new[field.name] = map_state(visit, inner, *values, path=f"{where}.", offset=offset + span.start)
         elif kind is None:
             raise TypeError(f"{type(state).__qualname__}.{field.name} has no kind: declare it with per_matrix(), …")
+        elif kind == "server_chunk" and isinstance(values[0], tuple):
+            new[field.name] = tuple(visit(where, kind, layout, offset, *each) for each in zip(*values, strict=True))
         else:
-            new[field.name] = visit(where, kind, value, layout, offset)
+            new[field.name] = visit(where, kind, layout, offset, *values)
     return type(state)(**new)
 
 
@@ -53,18 +57,18 @@ def save_state(state: State, layout: UnitLayout) -> Saved:
     """Field path -> parameter name -> tensor (per matrix) or {"start", "values"} (server chunks); clones."""
     saved: Saved = {}
 
-    def visit(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
+    def visit(path: str, kind: str, layout: UnitLayout, offset: int, value: Any) -> Any:
         entries = saved.setdefault(path, {})
         if kind == "per_matrix":
             for group, stacked in zip(layout.groups, value, strict=True):
                 if stacked.numel():
                     entries |= {slot.spec.name: row.clone() for slot, row in zip(group.slots, stacked, strict=True)}
         else:
-            for slot, span, first in value.overlaps(layout, offset):
+            for slot, span, first in value.overlaps(layout):
                 entries[slot.spec.name] = {"start": first, "values": value.values[span].clone()}
         return value
 
-    map_state(state, layout, visit)
+    map_state(visit, layout, state)
     return saved
 
 
@@ -76,7 +80,7 @@ def load_state(fresh: State, layout: UnitLayout, saved: Saved) -> State:
         ValueError: a tensor's shape differs.
     """
 
-    def visit(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
+    def visit(path: str, kind: str, layout: UnitLayout, offset: int, value: Any) -> Any:
         entries = saved[path]
         if kind == "per_matrix":
             return tuple(
@@ -84,14 +88,14 @@ def load_state(fresh: State, layout: UnitLayout, saved: Saved) -> State:
                 for group, stacked in zip(layout.groups, value, strict=True)
             )
         values = value.values.clone()
-        for slot, span, first in value.overlaps(layout, offset):
+        for slot, span, first in value.overlaps(layout):
             entry = entries.get(slot.spec.name)
             if entry is None:
                 raise KeyError(f"{path} of parameter {slot.spec.name}")
             _fill(values[span], first, entry["values"], entry["start"])
         return Chunk(values, value.start)
 
-    return map_state(fresh, layout, visit)
+    return map_state(visit, layout, fresh)
 
 
 def _stack(path: str, like: Tensor, rows: list[Tensor]) -> Tensor:
@@ -111,19 +115,13 @@ def _fill(target: Tensor, target_start: int, source: Tensor, source_start: int) 
 
 def select(accept: Tensor, new: State, old: State, layout: UnitLayout) -> State:
     """`new` where the 0-d bool tensor is true, else `old`, without looking at it on the host."""
-    olds: dict[str, Any] = {}
 
-    def remember(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
-        olds[path] = value
-        return value
-
-    def choose(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
+    def choose(path: str, kind: str, layout: UnitLayout, offset: int, new: Any, old: Any) -> Any:
         if kind == "per_matrix":
-            return tuple(torch.where(accept, n, o) for n, o in zip(value, olds[path], strict=True))
-        return Chunk(torch.where(accept, value.values, olds[path].values), value.start)
+            return tuple(torch.where(accept, n, o) for n, o in zip(new, old, strict=True))
+        return Chunk(torch.where(accept, new.values, old.values), new.start)
 
-    map_state(old, layout, remember)
-    return map_state(new, layout, choose)
+    return map_state(choose, layout, new, old)
 
 
 def keep_unused(
@@ -134,40 +132,34 @@ def keep_unused(
     Args:
         used: bool [slots of the unit].
     """
-    mask = dict(zip((slot.spec.name for slot in layout.slots), used, strict=True))
+    is_used = dict(zip((slot.spec.name for slot in layout.slots), used, strict=True))
     for slot in layout.slots:
         if memory is None:
             break
         span = slice(slot.start, slot.stop)
-        torch.where(mask[slot.spec.name], residual[span], memory[span], out=residual[span])
-    olds: dict[str, Any] = {}
+        torch.where(is_used[slot.spec.name], residual[span], memory[span], out=residual[span])
 
-    def remember(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
-        olds[path] = value
-        return value
-
-    def choose(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
+    def choose(path: str, kind: str, layout: UnitLayout, offset: int, new: Any, old: Any) -> Any:
         if kind != "server_chunk":
-            return value
-        values = value.values.clone()
-        for slot, span, _ in value.overlaps(layout, offset):
-            values[span] = torch.where(mask[slot.spec.name], values[span], olds[path].values[span])
-        return Chunk(values, value.start)
+            return new
+        values = new.values.clone()
+        for slot, span, _ in new.overlaps(layout):
+            values[span] = torch.where(is_used[slot.spec.name], values[span], old.values[span])
+        return Chunk(values, new.start)
 
-    map_state(old, layout, remember)
-    return map_state(new, layout, choose)
+    return map_state(choose, layout, new, old)
 
 
 def server_memory(states: list[State], layout: UnitLayout) -> Tensor:
     """What the servers of all workers still owe, as one vector [d]: part of the conservation law."""
     total = torch.zeros(layout.numel, dtype=layout.dtype)
 
-    def visit(path: str, kind: str, value: Any, layout: UnitLayout, offset: int) -> Any:
+    def visit(path: str, kind: str, layout: UnitLayout, offset: int, value: Any) -> Any:
         if kind == "server_chunk":
             start = offset + value.start
             total[start : start + value.values.numel()] += value.values.cpu()
         return value
 
     for state in states:
-        map_state(state, layout, visit)
+        map_state(visit, layout, state)
     return total

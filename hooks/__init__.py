@@ -5,7 +5,7 @@ state = hooks.register(ddp_model, "powersgd:rank=4")
 ddp_model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)
 """
 
-from compress import BF16, FP16, Exact, Int4, Int8, PowerSGD, RandomK, Sign, TopK
+from compress import BF16, FP16, Exact, Int4, Int8, OneBit, PowerSGD, RandomK, Sign, SignSGD, TopK
 from hooks.checkpoint import merge_state_dicts
 from hooks.ddp import compress_hook, ddp_hook, named_pair, register
 from hooks.errors import AgreementError, ExchangeError
@@ -17,6 +17,8 @@ FP16State, fp16_hook = named_pair(FP16)
 BF16State, bf16_hook = named_pair(BF16)
 PowerSGDState, powersgd_hook = named_pair(PowerSGD)
 SignState, sign_hook = named_pair(Sign)
+OneBitState, onebit_hook = named_pair(OneBit)
+SignSGDState, signsgd_hook = named_pair(SignSGD)
 TopKState, topk_hook = named_pair(TopK)
 Int8State, int8_hook = named_pair(Int8)
 Int4State, int4_hook = named_pair(Int4)
@@ -32,8 +34,10 @@ __all__ = [
     "HookState",
     "Int4State",
     "Int8State",
+    "OneBitState",
     "PowerSGDState",
     "RandomKState",
+    "SignSGDState",
     "SignState",
     "TopKState",
     "bf16_hook",
@@ -45,10 +49,12 @@ __all__ = [
     "merge_state_dicts",
     "named_pair",
     "none_hook",
+    "onebit_hook",
     "powersgd_hook",
     "randomk_hook",
     "reduce_gradients",
     "register",
     "sign_hook",
+    "signsgd_hook",
     "topk_hook",
 ]

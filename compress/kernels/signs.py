@@ -30,6 +30,24 @@ def _segments(numel: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield whole, numel, numel - whole
 
 
+def pack(negative: Tensor) -> Tensor:
+    """bool [..., n] -> uint8 [..., ceil(n / 8)], little-endian, zero beyond the end."""
+    if negative.device.type == "cpu":
+        return torch.from_numpy(np.packbits(negative.numpy(), axis=-1, bitorder="little"))
+    missing = -negative.shape[-1] % 8
+    octets = torch.nn.functional.pad(negative.to(torch.uint8), (0, missing)).unflatten(-1, (-1, 8))
+    powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=negative.device)
+    return (octets * powers).sum(-1, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor, count: int) -> Tensor:
+    """uint8 [..., ceil(count / 8)] -> bool [..., count], the inverse of `pack`."""
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count, bitorder="little")).view(torch.bool)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[..., None] >> shifts) & 1).flatten(-2)[..., :count].bool()
+
+
 def encode_(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Signs and mean magnitudes of the blocks of x, [d]; x becomes x - decoded.
 
