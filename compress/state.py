@@ -150,16 +150,22 @@ def keep_unused(
     return map_state(choose, layout, new, old)
 
 
+def drain_servers(state: State, layout: UnitLayout, into: Tensor, weight: float) -> State:
+    """Add weight times this worker's server memory to `into`, [d]; returns the state with none left."""
+
+    def visit(path: str, kind: str, layout: UnitLayout, offset: int, value: Any) -> Any:
+        if kind != "server_chunk":
+            return value
+        start = offset + value.start
+        into[start : start + value.values.numel()].add_(value.values, alpha=weight)
+        return Chunk(torch.zeros_like(value.values), value.start)
+
+    return map_state(visit, layout, state)
+
+
 def server_memory(states: list[State], layout: UnitLayout) -> Tensor:
     """What the servers of all workers still owe, as one vector [d]: part of the conservation law."""
     total = torch.zeros(layout.numel, dtype=layout.dtype)
-
-    def visit(path: str, kind: str, layout: UnitLayout, offset: int, value: Any) -> Any:
-        if kind == "server_chunk":
-            start = offset + value.start
-            total[start : start + value.values.numel()] += value.values.cpu()
-        return value
-
     for state in states:
-        map_state(visit, layout, state)
+        drain_servers(state, layout, total, weight=1.0)
     return total

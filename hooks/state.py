@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.futures import Future
 
 import compress
-from compress.compressor import Compressor, Context
-from compress.driver import Outcome, commit, drive, exchange_unit
+from compress.compressor import Compressor, Context, State
+from compress.driver import Carry, Outcome, commit, drive, exchange_unit
+from compress.exact import Exact
 from compress.options import parse
 from compress.requests import Replies, Request
+from compress.state import drain_servers
 from hooks.agreement import check_agreement
 from hooks.checkpoint import load_units, save_units
 from hooks.errors import ExchangeError
@@ -65,6 +67,8 @@ class _Step:
     pending: list[_Pending] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     launched: int = 0
+    exact: bool = False
+    committed: bool | Tensor = False
     stats: StepStats = field(default_factory=StepStats)
 
 
@@ -88,6 +92,8 @@ class HookState:
     Attributes:
         stats: bytes, messages and seconds of the last step and in total.
         error: the exception that ended this state's work, if any.
+        exact: while true, steps are averaged exactly and leave memory and state as they are. Must be set
+            alike on all ranks, between steps.
 
     Raises:
         TypeError, ValueError: an argument is unusable; the message names it and the remedy.
@@ -130,6 +136,7 @@ class HookState:
         self._perform: Perform = transport(self._transport) if transport else self._transport
         self.stats = Stats()
         self.error: BaseException | None = None
+        self.exact = False
         self._failure = ""
         self._units: list[Unit] | None = None
         self._registered: list[NamedParameter] = []
@@ -230,6 +237,7 @@ class HookState:
         device = bucket.result.device
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
         step = self._step
+        step.exact = self.exact
         step.buckets.append((bucket, future))
         step.gradients.update(bucket.gradients)
         step.order.append(list(bucket.gradients))
@@ -370,7 +378,11 @@ class HookState:
             stats.count(request, self.peers)
             return replies
 
-        outcome = drive(exchange_unit(self.compressor, load, unit.carry, ctx, flags), perform)
+        if step.exact:
+            job = exchange_unit(Exact(), load, Carry(State(), None, unit.carry.spare), ctx, flags)
+        else:
+            job = exchange_unit(self.compressor, load, unit.carry, ctx, flags)
+        outcome = drive(job, perform)
         for slot, gradient in zip(slots, gradients, strict=True):
             gradient.copy_(slot.view(outcome.mean))
         step.outcomes.append(outcome)
@@ -395,7 +407,9 @@ class HookState:
         for unit, outcome in zip(self._units, step.outcomes, strict=True):
             if outcome.used is not None:
                 self._used_by_any |= zip(unit.parameters, outcome.used, strict=True)
-            commit(unit.carry, outcome, accept, unit.layout)
+            if not step.exact:
+                commit(unit.carry, outcome, accept, unit.layout)
+        step.committed = accept
         # On a device the host does not know whether the step was skipped; all ranks count it alike.
         if accept is False:
             self.stats.skipped += 1
@@ -429,6 +443,45 @@ class HookState:
         if self._failure:
             raise ExchangeError(self._failure) from self.error
 
+    # ------------------------------------------------------------------ what optimisers ask
+
+    def exchange(self, tensors: Mapping[Tensor, Tensor]) -> bool:
+        """Replace a tensor of each parameter by the compressed mean over the ranks, and wait for it.
+
+        What a communication hook does to gradients, for anything else that has the parameters' shapes: momenta,
+        accumulated updates. Collective; the parameters must be those of the first step.
+
+        Args:
+            tensors: parameter -> tensor of its shape, changed in place.
+
+        Returns:
+            False if something was non-finite on some rank: the tensors are then NaN and no memory has changed.
+        """
+        step = self._step
+        real = {p: torch.view_as_real(each) if each.is_complex() else each for p, each in tensors.items()}
+        result = next(iter(tensors.values()), torch.empty(0))
+        self.submit(GradientBucket(real, result, last=True), used=lambda _: True).wait()
+        return bool(step.committed)
+
+    def flush(self) -> dict[Tensor, Tensor]:
+        """Deliver now, exactly, what is still owed: parameter -> the mean of all memories plus the server memory.
+
+        Afterwards nothing is owed. Collective; call it between steps.
+
+        Raises:
+            RuntimeError: before the first step.
+        """
+        owed: dict[Tensor, Tensor] = {}
+        for unit in self._planned():
+            total = unit.carry.spare.zero_() if unit.carry.memory is None else unit.carry.spare.copy_(unit.carry.memory)
+            state = drain_servers(unit.carry.state, unit.layout, total, weight=self.peers)
+            mean, _ = drive(Exact().exchange(total, State(), self._context(unit)), self._perform)
+            owed |= {p: slot.view(mean).clone() for p, slot in zip(unit.parameters, unit.layout.slots, strict=True)}
+            unit.carry.state = state
+            if unit.carry.memory is not None:
+                unit.carry.memory.zero_()
+        return owed
+
     # ------------------------------------------------------------------ what users ask
 
     def formula_bytes(self) -> int:
@@ -440,8 +493,9 @@ class HookState:
         total = 0.0
         for unit in self._planned():
             ctx = self._context(unit)
-            rounds = self.compressor.rounds(ctx)
-            total += self.compressor.wire_bytes(ctx)
+            compressor = Exact() if self.exact else self.compressor
+            rounds = compressor.rounds(ctx)
+            total += compressor.wire_bytes(ctx)
             if rounds:
                 kind, flags = rounds[0][0], 1 + self._may_be_unused * len(unit.layout.slots)
                 itemsize = unit.layout.itemsize if kind.kind == "all_reduce" else 4
