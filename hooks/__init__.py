@@ -10,6 +10,7 @@ from hooks.checkpoint import merge_state_dicts
 from hooks.ddp import compress_hook, ddp_hook, named_pair, register
 from hooks.errors import AgreementError, ExchangeError
 from hooks.manual import reduce_gradients
+from hooks.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hooks.state import GradientBucket, HookState
 
 ExactState, none_hook = named_pair(Exact)
@@ -34,12 +35,15 @@ __all__ = [
     "HookState",
     "Int4State",
     "Int8State",
+    "OneBitAdam",
+    "OneBitLamb",
     "OneBitState",
     "PowerSGDState",
     "RandomKState",
     "SignSGDState",
     "SignState",
     "TopKState",
+    "ZeroOneAdam",
     "bf16_hook",
     "compress_hook",
     "ddp_hook",

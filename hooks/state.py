@@ -4,7 +4,7 @@ import platform
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -445,7 +445,7 @@ class HookState:
 
     # ------------------------------------------------------------------ what optimisers ask
 
-    def exchange(self, tensors: Mapping[Tensor, Tensor]) -> bool:
+    def exchange(self, tensors: Mapping[Tensor, Tensor], idle: Collection[Tensor] = ()) -> bool:
         """Replace a tensor of each parameter by the compressed mean over the ranks, and wait for it.
 
         What a communication hook does to gradients, for anything else that has the parameters' shapes: momenta,
@@ -453,6 +453,8 @@ class HookState:
 
         Args:
             tensors: parameter -> tensor of its shape, changed in place.
+            idle: parameters that take no part this time: if they are idle on all ranks, what is owed to them
+                stays as it is. Only where the model may leave parameters unused (find_unused_parameters).
 
         Returns:
             False if something was non-finite on some rank: the tensors are then NaN and no memory has changed.
@@ -460,8 +462,12 @@ class HookState:
         step = self._step
         real = {p: torch.view_as_real(each) if each.is_complex() else each for p, each in tensors.items()}
         result = next(iter(tensors.values()), torch.empty(0))
-        self.submit(GradientBucket(real, result, last=True), used=lambda _: True).wait()
+        self.submit(GradientBucket(real, result, last=True), used=lambda each: each not in idle).wait()
         return bool(step.committed)
+
+    def perform(self, request: Request) -> Replies:
+        """Carry out one collective on the state's own group, between steps and outside the statistics."""
+        return self._perform(request)
 
     def flush(self) -> dict[Tensor, Tensor]:
         """Deliver now, exactly, what is still owed: parameter -> the mean of all memories plus the server memory.
