@@ -4,25 +4,24 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
+import torch
 
+from compress.driver import Perform
+from compress.requests import AllGather
 from hooks.errors import AgreementError
 
 
-def check_agreement(description: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Compare what each rank is about to do; collective on the group.
+def check_agreement(description: Mapping[str, Any], perform: Perform, device: torch.device) -> None:
+    """Compare what each rank is about to do; collective.
 
     Args:
         description: topic -> plain value (compressor, seed, versions, parameters …).
+        device: where the messages live while they are sent.
 
     Raises:
         AgreementError: with the same message on all ranks: topic, and each rank's value.
     """
-    if group is None:
-        return
-    mine = json.dumps(description, sort_keys=True)
-    everyones: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group=group)
+    everyones = _gather_texts(json.dumps(description, sort_keys=True), perform, device)
     if len(set(everyones)) == 1:
         return
     descriptions = [json.loads(text) for text in everyones]
@@ -46,3 +45,13 @@ def _contrast(values: list[Any]) -> str:
                 values = [f"{entry} (entry {position} of {longest})" for entry in entries]
                 break
     return ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(values))
+
+
+def _gather_texts(text: str, perform: Perform, device: torch.device) -> list[str]:
+    """The texts of all ranks, in order."""
+    octets = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    (lengths,) = perform(AllGather((torch.tensor([len(octets)], device=device),)))
+    padded = torch.zeros(int(lengths.max()), dtype=torch.uint8, device=device)
+    padded[: len(octets)] = octets
+    (texts,) = perform(AllGather((padded,)))
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(texts, lengths, strict=True)]

@@ -22,11 +22,12 @@ from compress.options import parse
 from compress.requests import Replies, Request
 from compress.state import drain_servers
 from hooks.agreement import check_agreement
+from hooks.channel import Channel, lane_groups, open_channel
 from hooks.checkpoint import load_units, save_units
 from hooks.errors import ExchangeError
 from hooks.lane import StreamLane, ThreadLane, make_lane
 from hooks.telemetry import Stats, StepStats
-from hooks.transport import Transport, drop_group, lane_groups, new_lane_group
+from hooks.transport import Transport
 from hooks.units import NamedParameter, Unit, plan_units
 
 Perform = Callable[[Request], Replies]
@@ -112,7 +113,7 @@ class HookState:
         transport: Callable[[Perform], Perform] | None = None,
     ) -> None:
         self._lane: ThreadLane | StreamLane | None = None
-        self._group: dist.ProcessGroup | None = None
+        self._channel: Channel | None = None
         self.compressor = parse(compressor) if isinstance(compressor, str) else compressor
         if not isinstance(self.compressor, Compressor):
             raise TypeError(f"compressor must be a Compressor or a spec such as 'powersgd:rank=4', got {compressor!r}")
@@ -129,10 +130,10 @@ class HookState:
         parent = self._choose_group(model, process_group)
         self.timeout = float(timeout)
         self.rank, self.peers = dist.get_rank(parent), dist.get_world_size(parent)
-        self._group = new_lane_group(parent, self.timeout) if self.peers > 1 else None
-        if self._group is not None:
-            weakref.finalize(self, drop_group, self._group).atexit = False
-        self._transport = Transport(self._group)
+        self._channel = open_channel(parent, self.timeout) if self.peers > 1 else None
+        if self._channel is not None:
+            weakref.finalize(self, self._channel.close).atexit = False
+        self._transport = Transport(self._channel)
         self._perform: Perform = transport(self._transport) if transport else self._transport
         self.stats = Stats()
         self.error: BaseException | None = None
@@ -267,7 +268,8 @@ class HookState:
             self._step_number = checkpoint["step"]
             if self._names is None:
                 self._adopt_names([name for name, _, _ in checkpoint["parameters"]])
-        check_agreement(self._description(), self._group)
+        if self._channel is not None:
+            check_agreement(self._description(), self._perform, self._channel.device)
         self._units = plan_units(
             self._registered,
             self.compressor,
@@ -431,8 +433,8 @@ class HookState:
             + "".join(traceback.format_exception(type(error), error, error.__traceback__))
         )
         self.error = error
-        if self._group is not None:
-            drop_group(self._group, abort=True)  # so that peers fail now, not after the time-out
+        if self._channel is not None:
+            self._channel.close(abort=True)  # so that peers fail now, not after the time-out
 
     def _check_failure(self, future: "Future[Tensor]") -> Tensor:
         self.raise_if_failed()
@@ -589,7 +591,6 @@ class HookState:
         for handle in self._usage_hooks:
             handle.remove()
         self._usage_hooks.clear()
-        if self._group is not None:
-            drop_group(self._group)
-            self._group = None
+        if self._channel is not None:
+            self._channel.close()
         self._failure = self._failure or "the state was closed"
