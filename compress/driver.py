@@ -41,18 +41,26 @@ class Carry:
         state: the compressor's.
         memory: the residuals kept, [d] in the arena's dtype, or None without error feedback.
         spare: the arena in which the next step is formed; becomes the memory when the step is committed.
+        keeps: whether residuals are kept. If not, a memory there is (see `owe`) lasts for one step.
     """
 
     state: State
     memory: Tensor | None
     spare: Tensor
+    keeps: bool = True
+
+    def owe(self, total: Tensor) -> None:
+        """Add `total`, [d], to what this worker owes; without error feedback it is delivered in the next step."""
+        if self.memory is None:
+            self.memory = torch.zeros_like(self.spare)
+        self.memory.add_(total)
 
     @classmethod
     def start(cls, compressor: Compressor, ctx: Context, error_feedback: bool = True) -> "Carry":
         """A unit that owes nothing yet."""
         arena = torch.zeros(ctx.layout.numel, dtype=ctx.layout.dtype, device=ctx.device)
         keeps = error_feedback and compressor.keeps_memory
-        return cls(compressor.init(ctx), arena if keeps else None, torch.empty_like(arena))
+        return cls(compressor.init(ctx), arena if keeps else None, torch.empty_like(arena), keeps)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ def exchange_unit(
         mean, state = yield from _resume(exchange, replies)
     except StopIteration as done:
         mean, state = done.value
+        used = None  # nothing was asked for, so nothing was exchanged that could be thrown away
     finally:
         exchange.close()
     if mean.shape != x.shape or mean.dtype != x.dtype:
@@ -155,6 +164,8 @@ def commit(carry: Carry, outcome: Outcome, accept: bool | Tensor, layout: UnitLa
     state, residual = outcome.state, outcome.residual
     if outcome.used is not None:
         state = keep_unused(outcome.used, state, carry.state, residual, carry.memory, layout)
+    if not carry.keeps:
+        carry.memory = None
     if isinstance(accept, Tensor):
         state = select(accept, state, carry.state, layout)
         if carry.memory is not None:
