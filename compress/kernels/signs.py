@@ -98,7 +98,7 @@ def encode_reference_(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     counts[blocks - 1 :] = x.numel() - (blocks - 1) * block
     scales = rows.abs().sum(1) / counts
     powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=x.device)
-    bits = (rows.signbit().view(blocks, -1, 8) * powers).sum(-1, dtype=torch.uint8)
+    bits = (rows.signbit().view(blocks, block // 8, 8) * powers).sum(-1, dtype=torch.uint8)
     x.sub_(torch.copysign(scales[:, None], rows).view(-1)[: x.numel()])
     return bits, scales
 
