@@ -75,7 +75,7 @@ def check_options(compressor: "Compressor") -> None:
         value, hint = getattr(compressor, field.name), _hints(type(compressor))[field.name]
         where = f"{compressor.name}: option {field.name!r}"
         if get_origin(hint) is Literal:
-            if value not in get_args(hint):
+            if not any(type(value) is type(choice) and value == choice for choice in get_args(hint)):
                 raise ValueError(f"{where} must be one of {', '.join(map(str, get_args(hint)))}, got {value!r}")
             continue
         fits = isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool)
@@ -136,7 +136,7 @@ def parse(spec: str) -> "Compressor":
             if not cls.is_wrapper:
                 raise ValueError(f"{cls.name!r} is not a wrapper, so it can only come last")
             compressor = cls(inner=compressor, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"bad compressor spec {spec!r}: {error}") from error
     return compressor
 

@@ -53,7 +53,7 @@ class Split(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.match or set(self.match) & set(",:/()= "):
+        if not self.match or any(letter in ",:/()=" or letter.isspace() for letter in self.match):
             raise ValueError(
                 f"split: option 'match' must be 'vectors' or a pattern of parameter names, got {self.match!r}"
             )
