@@ -8,7 +8,7 @@ ddp_model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)
 from compress import BF16, FP16, Exact, Int4, Int8, OneBit, PowerSGD, RandomK, Sign, SignSGD, TopK
 from hooks.checkpoint import merge_state_dicts
 from hooks.ddp import compress_hook, ddp_hook, named_pair, register
-from hooks.errors import AgreementError, ExchangeError
+from hooks.errors import AgreementError, ExchangeError, ReplicaError
 from hooks.manual import reduce_gradients
 from hooks.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hooks.state import GradientBucket, HookState
@@ -40,6 +40,7 @@ __all__ = [
     "OneBitState",
     "PowerSGDState",
     "RandomKState",
+    "ReplicaError",
     "SignSGDState",
     "SignState",
     "TopKState",

@@ -1,6 +1,7 @@
-"""The first-step check that all ranks are about to do the same thing."""
+"""Do all ranks do the same thing? The first-step check of options and models, and the check of replicas."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,20 +9,20 @@ import torch
 
 from compress.driver import Perform
 from compress.requests import AllGather
-from hooks.errors import AgreementError
+from hooks.errors import AgreementError, ReplicaError
+from hooks.transport import Transport
 
 
-def check_agreement(description: Mapping[str, Any], perform: Perform, device: torch.device) -> None:
+def check_agreement(description: Mapping[str, Any], perform: Perform, transport: Transport) -> None:
     """Compare what each rank is about to do; collective.
 
     Args:
         description: topic -> plain value (compressor, seed, versions, parameters …).
-        device: where the messages live while they are sent.
 
     Raises:
         AgreementError: with the same message on all ranks: topic, and each rank's value.
     """
-    everyones = _gather_texts(json.dumps(description, sort_keys=True), perform, device)
+    everyones = _gather_texts(json.dumps(description, sort_keys=True), perform, transport.device)
     if len(set(everyones)) == 1:
         return
     descriptions = [json.loads(text) for text in everyones]
@@ -33,6 +34,21 @@ def check_agreement(description: Mapping[str, Any], perform: Perform, device: to
     raise AgreementError(
         "the ranks differ, so their gradients cannot be exchanged; give every rank the same. " + "; ".join(differences)
     )
+
+
+def check_replicas(digests: Mapping[str, str], perform: Perform, transport: Transport) -> None:
+    """Compare the ranks' digests of each parameter; collective.
+
+    Raises:
+        ReplicaError: with the same message on all ranks: the ranks that differ from most, and where first.
+    """
+    everyones = _gather_texts(json.dumps(digests), perform, transport.device)
+    usual, _ = Counter(everyones).most_common(1)[0]
+    drifted = [rank for rank, text in enumerate(everyones) if text != usual]
+    if drifted:
+        theirs, most = json.loads(everyones[drifted[0]]), json.loads(usual)
+        first = next(name for name in most if theirs.get(name) != most[name])
+        raise ReplicaError(f"the replicas of ranks {drifted} differ from the others', first in parameter {first!r}")
 
 
 def _contrast(values: list[Any]) -> str:

@@ -1,11 +1,11 @@
 """Checkpoints of hook states: by parameter name, independent of units, buckets and device."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compress.driver import Carry
 from compress.state import load_state, save_state
 from hooks.units import NamedParameter, Unit
 
@@ -46,7 +46,8 @@ def load_units(units: Sequence[Unit], parameters: Sequence[NamedParameter], save
                 memory = torch.empty_like(memory)
                 for slot in unit.layout.slots:
                     slot.view(memory).copy_(saved["memory"][slot.spec.name])
-            loaded.append(Carry(load_state(unit.carry.state, unit.layout, saved["state"]), memory, unit.carry.spare))
+            state = load_state(unit.carry.state, unit.layout, saved["state"])
+            loaded.append(replace(unit.carry, state=state, memory=memory))
         except KeyError as error:
             raise ValueError(f"the checkpoint lacks {error.args[0]}") from error
     for unit, carry in zip(units, loaded, strict=True):

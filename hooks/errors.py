@@ -8,6 +8,10 @@ class ExchangeError(RuntimeError):
     """
 
 
+class ReplicaError(RuntimeError):
+    """The ranks' parameters are no longer equal. Raised with the same message on all ranks."""
+
+
 class AgreementError(ValueError):
     """The ranks disagree about the compressor, its options, the seed, the model or library versions.
 

@@ -1,11 +1,12 @@
 """HookState: everything that one model's compressed gradient exchange keeps on one rank."""
 
+import hashlib
 import platform
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from compress.exact import Exact
 from compress.options import parse
 from compress.requests import Replies, Request
 from compress.state import drain_servers
-from hooks.agreement import check_agreement
+from hooks.agreement import check_agreement, check_replicas
 from hooks.channel import Channel, lane_groups, open_channel
 from hooks.checkpoint import load_units, save_units
 from hooks.errors import ExchangeError
@@ -69,6 +70,7 @@ class _Step:
     outcomes: list[Outcome] = field(default_factory=list)
     launched: int = 0
     exact: bool = False
+    scale: float | Tensor = 1.0
     committed: bool | Tensor = False
     stats: StepStats = field(default_factory=StepStats)
 
@@ -88,6 +90,8 @@ class HookState:
         unit_cap_mb: MiB of gradient exchanged at a time. Smaller units overlap more of backward and cost
             more messages; results do not depend on DDP's own buckets.
         timeout: seconds that a collective waits for a peer before it raises.
+        grad_scaler: the torch.amp.GradScaler in use, if any: memory is then kept in unscaled units, so that a
+            change of the loss scale does not change what is owed.
         transport: wraps the function that performs requests, to observe or delay them.
 
     Attributes:
@@ -110,6 +114,7 @@ class HookState:
         error_feedback: bool = True,
         unit_cap_mb: float = 25.0,
         timeout: float = 300.0,
+        grad_scaler: torch.amp.GradScaler | None = None,
         transport: Callable[[Perform], Perform] | None = None,
     ) -> None:
         self._lane: ThreadLane | StreamLane | None = None
@@ -129,6 +134,9 @@ class HookState:
         self._may_be_unused = True
         parent = self._choose_group(model, process_group)
         self.timeout = float(timeout)
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {type(grad_scaler).__name__}")
+        self._grad_scaler = grad_scaler
         self.rank, self.peers = dist.get_rank(parent), dist.get_world_size(parent)
         self._channel = open_channel(parent, self.timeout) if self.peers > 1 else None
         if self._channel is not None:
@@ -238,7 +246,8 @@ class HookState:
         device = bucket.result.device
         future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
         step = self._step
-        step.exact = self.exact
+        if not step.buckets and not step.pending:
+            step.exact, step.scale = self.exact, self._loss_scale(device)
         step.buckets.append((bucket, future))
         step.gradients.update(bucket.gradients)
         step.order.append(list(bucket.gradients))
@@ -255,6 +264,13 @@ class HookState:
             self._step = _Step()
         return future.then(self._check_failure)
 
+    def _loss_scale(self, device: torch.device) -> float | Tensor:
+        """The factor that this step's gradients carry; on CUDA as a tensor, not to wait for the device."""
+        if self._grad_scaler is None or not self._grad_scaler.is_enabled():
+            return 1.0
+        on_device = self._grad_scaler._get_scale_async() if device.type == "cuda" else None
+        return self._grad_scaler.get_scale() if on_device is None else on_device
+
     def _plan(self, step: _Step, watch: bool) -> None:
         """Fix parameters and units from what the first step brought; compare notes with the other ranks."""
         self._registered = self._registration_order(step)
@@ -268,8 +284,19 @@ class HookState:
             self._step_number = checkpoint["step"]
             if self._names is None:
                 self._adopt_names([name for name, _, _ in checkpoint["parameters"]])
-        if self._channel is not None:
-            check_agreement(self._description(), self._perform, self._channel.device)
+        check_agreement(self._description(), self._perform, self._transport)
+        self._make_units()
+        assert self._units is not None
+        if checkpoint is not None:
+            load_units(self._units, self._registered, checkpoint)
+            self._checkpoint = None
+        self._lane = make_lane(self._units[0].device)
+        if self._may_be_unused and watch:
+            for each in self._registered:
+                self._usage_hooks.append(each.tensor.register_hook(self._watch(each.tensor)))
+                self._used.add(each.tensor)  # nobody watched this first backward
+
+    def _make_units(self) -> None:
         self._units = plan_units(
             self._registered,
             self.compressor,
@@ -279,15 +306,7 @@ class HookState:
             seed=self.seed,
             error_feedback=self.error_feedback,
         )
-        if checkpoint is not None:
-            load_units(self._units, self._registered, checkpoint)
-            self._checkpoint = None
         self._unit_of = {parameter: unit.index for unit in self._units for parameter in unit.parameters}
-        self._lane = make_lane(self._units[0].device)
-        if self._may_be_unused and watch:
-            for each in self._registered:
-                self._usage_hooks.append(each.tensor.register_hook(self._watch(each.tensor)))
-                self._used.add(each.tensor)  # nobody watched this first backward
 
     def _watch(self, parameter: Tensor) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
@@ -368,6 +387,12 @@ class HookState:
                 else:
                     torch.add(slot.view(memory), gradient, out=slot.view(out))
 
+        def load_unscaled(out: Tensor, memory: Tensor | None) -> None:
+            load(out, None)
+            out.div_(step.scale)
+            if memory is not None:
+                out.add_(memory)
+
         last_reply = started = time.perf_counter()
         communicating = 0.0
 
@@ -380,13 +405,19 @@ class HookState:
             stats.count(request, self.peers)
             return replies
 
+        scaled = self._grad_scaler is not None
+        compressor: Compressor
         if step.exact:
-            job = exchange_unit(Exact(), load, Carry(State(), None, unit.carry.spare), ctx, flags)
+            compressor, carry = Exact(), Carry(State(), None, unit.carry.spare)
         else:
-            job = exchange_unit(self.compressor, load, unit.carry, ctx, flags)
-        outcome = drive(job, perform)
+            compressor, carry = self.compressor, unit.carry
+        outcome = drive(exchange_unit(compressor, load_unscaled if scaled else load, carry, ctx, flags), perform)
+        if scaled:
+            outcome.mean.mul_(step.scale)
         for slot, gradient in zip(slots, gradients, strict=True):
             gradient.copy_(slot.view(outcome.mean))
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            outcome = replace(outcome, finite=outcome.finite & _all_finite(gradients))
         step.outcomes.append(outcome)
         if unit.index == len(self._units) - 1:
             self._commit(step)
@@ -489,6 +520,41 @@ class HookState:
             if unit.carry.memory is not None:
                 unit.carry.memory.zero_()
         return owed
+
+    def switch(self, compressor: Compressor | str) -> None:
+        """Go on with another compressor, or with "none"; collective, between steps. What is owed stays owed.
+
+        Raises:
+            ValueError: the new compressor needs parameter names and the state has none.
+        """
+        chosen = parse(compressor) if isinstance(compressor, str) else compressor
+        if chosen.needs_names and self._names is None:
+            raise ValueError(f"{chosen} chooses by parameter names, which this state does not know: pass model=")
+        if self._units is None:
+            self.compressor = chosen
+            return
+        owed = self.flush()
+        self.compressor = chosen
+        check_agreement(self._description(), self._perform, self._transport)
+        self._make_units()
+        for unit in self._units:
+            unit.carry.owe(
+                torch.cat([torch.empty(0, device=unit.device), *(owed[p].reshape(-1) for p in unit.parameters)])
+            )
+
+    def checksum(self) -> str:
+        """A digest of the parameters, the same on all ranks as long as the replicas are equal; collective.
+
+        Raises:
+            ReplicaError: they are not; names the ranks that differ from most, and the first parameter that does.
+            RuntimeError: before the first step.
+        """
+        self._planned()
+        digests = {
+            each.name: hashlib.blake2b(_octets(each.tensor), digest_size=8).hexdigest() for each in self._registered
+        }
+        check_replicas(digests, self._perform, self._transport)
+        return hashlib.blake2b("".join(digests.values()).encode(), digest_size=8).hexdigest()
 
     # ------------------------------------------------------------------ what users ask
 
@@ -594,3 +660,14 @@ class HookState:
         if self._channel is not None:
             self._channel.close()
         self._failure = self._failure or "the state was closed"
+
+
+def _all_finite(tensors: list[Tensor]) -> bool | Tensor:
+    """Whether every element of every tensor is finite; on a device without looking at it on the host."""
+    verdict = torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+    return bool(verdict) if verdict.device.type == "cpu" else verdict
+
+
+def _octets(tensor: Tensor) -> bytes:
+    """A tensor's bytes, in the order of its elements."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

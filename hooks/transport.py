@@ -17,12 +17,14 @@ class Transport:
 
     Attributes:
         peers: number of workers.
+        device: where messages of a few bytes should live.
         doing: the last request performed, in words, for error messages.
     """
 
     def __init__(self, channel: Channel | None) -> None:
         self.channel = channel
         self.peers = 1 if channel is None else channel.peers
+        self.device = torch.device("cpu") if channel is None else channel.device
         self.doing = "no request yet"
 
     def __call__(self, request: Request) -> Replies:
