@@ -103,8 +103,6 @@ class Compressor(ABC):
 
     name: ClassVar[str]
     is_wrapper: ClassVar[bool] = False
-    law: ClassVar[str] = "conserves"
-    """`conserves`: mean of inputs (+ server memory) = estimate + mean of residuals (+ server memory)."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -116,6 +114,11 @@ class Compressor(ABC):
     def examples(cls) -> "Sequence[Compressor]":
         """Configurations which the property suite checks."""
         return [cls()]
+
+    @property
+    def law(self) -> str:
+        """`conserves`: mean of inputs (+ server memory) = estimate + mean of residuals (+ server memory); or `none`."""
+        return "conserves"
 
     @property
     def keeps_memory(self) -> bool:

@@ -80,6 +80,10 @@ class Split(Compressor):
         return self.match != "vectors" or any(child.needs_names for child in self._children)
 
     @property
+    def law(self) -> str:
+        return "conserves" if all(child.law == "conserves" for child in self._children) else "none"
+
+    @property
     def rounding(self) -> float:
         return max(child.rounding for child in self._children)
 

@@ -39,6 +39,10 @@ class Warmup(Compressor):
         return [cls(example, steps=2) for example in PowerSGD.examples()]
 
     @property
+    def law(self) -> str:
+        return self.inner.law
+
+    @property
     def rounding(self) -> float:
         return self.inner.rounding
 
