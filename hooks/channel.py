@@ -60,6 +60,8 @@ class GlooChannel:
         limit = timedelta(seconds=timeout)
         self.device = torch.device("cpu")
         self._group: Any = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), self.peers, limit)
+        # A rank that fails and leaves before the others have connected would look like a fault of theirs.
+        self._group.barrier().wait()
 
     @property
     def _open(self) -> Any:
