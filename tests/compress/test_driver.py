@@ -1,5 +1,6 @@
 """Error feedback and commit: written once, so tested once."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from compress import AllReduce, Compressor, Context, Exchange, Request, Simulation, State, TensorSpec, UnitLayout
 from compress.compressor import Round
-from compress.driver import Carry, Outcome, commit, drive, exchange_unit
+from compress.driver import Carry, Outcome, all_finite, commit, drive, exchange_unit
 from compress.requests import Replies
 from tests.strategies import (
     Recipe,
@@ -107,6 +108,21 @@ def test_an_exchange_that_asks_for_nothing_may_be_given_flags(flags: list[float]
     outcomes = simulation.step([torch.ones(3), 3 * torch.ones(3)], [torch.tensor(flags)] * 2)
     assert all(outcome.finite for outcome in outcomes)
     assert simulation.owed().tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "finite"),
+    [
+        ([3e38, 3e38], True),
+        ([-3e38, -3e38], True),
+        ([1.0, float("nan")], False),
+        ([float("inf"), float("-inf")], False),
+    ],
+    ids=str,
+)
+def test_a_sum_that_overflows_does_not_make_its_terms_infinite(values: list[float], finite: bool) -> None:
+    assert all_finite(torch.tensor(values)) is finite
+    assert all_finite(torch.tensor([]))
 
 
 def test_an_exchange_is_closed_when_a_collective_fails() -> None:

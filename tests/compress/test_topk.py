@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compress import Simulation, TopK
+from compress import Context, Request, Simulation, State, TensorSpec, TopK, UnitLayout
+from compress.driver import drive
 from compress.kernels import selection
 from compress.kernels.selection import largest, largest_of_each_chunk
+from compress.requests import Replies
 from compress.topk import narrowest, scatter_mean
 from tests.strategies import Recipe, more, recipes, same_bits
 
@@ -124,6 +126,20 @@ def test_the_same_entry_from_several_workers_adds_up() -> None:
     index = torch.tensor([[0, 2], [2, 1], [2, 0]])
     value = torch.tensor([[3.0, 6.0], [9.0, 12.0], [3.0, 6.0]])
     assert scatter_mean(index, value, torch.zeros(4)).tolist() == [3.0, 4.0, 6.0, 0.0]
+
+
+@pytest.mark.parametrize("select", ["exact", "chunk"])
+def test_peers_are_counted_from_the_reply(select: str) -> None:
+    """On an axis of its own an exchange may meet other numbers of peers than its context tells."""
+    layout = UnitLayout.build([TensorSpec("p", (4,))])
+    x = torch.tensor([1.0, 8.0, 2.0, 3.0])
+
+    def perform(request: Request) -> Replies:
+        return tuple(torch.stack([part] * 3) for part in request.parts)
+
+    compressor = TopK(density=0.25, select=select)  # type: ignore[arg-type]
+    mean, _ = drive(compressor.exchange(x, State(), Context(layout, peers=1)), perform)
+    assert mean.tolist() == [0.0, 8.0, 0.0, 0.0]
 
 
 def test_entries_that_wait_are_sent_in_the_end() -> None:
