@@ -1,6 +1,5 @@
 """Error feedback and commit: written once, so tested once."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
