@@ -203,7 +203,7 @@ def main(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     steps = steps or task.steps[quick]
-    console = Console()
+    console = Console(width=140)
     arguments = ["--task", task_name, "--steps", str(steps)]
     arguments += [word for name in names for word in ("--compressor", name)]
     arguments += [word for seed in seeds for word in ("--seed", str(seed))]
@@ -245,8 +245,8 @@ def describe(
         compute = min(run["compute_seconds"] for run in runs)
         wire = 2 * (workers - 1) / workers * parameters * 32 / link.rate
         lines.append(
-            f"dense all-reduce on the link alone: {wire * 1e3:.0f} ms; computation of a step: {compute * 1e3:.0f} ms, so "
-            f"communication is {wire / compute:.0f} times the computation (networks like this are what compression is for)"
+            f"dense all-reduce on the link alone: {wire * 1e3:.0f} ms; computation of a step: {compute * 1e3:.0f} ms: "
+            f"{wire / compute:.0f} times as long, as in the networks that compression is for"
         )
     if link.kind != "simulated":
         lines.append(

@@ -1,268 +1,216 @@
-"""A slow link between workers of one machine.
+"""The slow link: each worker behind a token bucket, in a network namespace of its own.
 
-Each worker gets a network namespace of its own, joined to a bridge by a veth pair with a token bucket at both
-ends: what it sends is held to the rate, and so is what it receives.
+As root each worker gets a namespace, joined by veth pairs to a bridge, with the rate enforced on both ends of every
+pair. Without root, where user namespaces are allowed, all workers share one namespace whose loopback is shaped to the
+workers' rates together. Where neither is allowed the link is simulated in the transport, and labelled so.
 
-    [worker 0: eth0] ══ [port0 ┐
-    [worker 1: eth0] ══ [port1 ┤ switch]
-
-The namespaces have no names. The kernel takes each away, with its interfaces, when the last process in it ends,
-and the processes that keep them open end with the pipe to the one that made them: nothing can be left behind, even
-by SIGKILL, and two runs cannot meet. Root is not needed where the system lets users have namespaces.
+Frames are 9,000 bytes, so that headers are below 1 % of the bytes which the interfaces count; segmentation offload is
+off and the bucket holds about 2 ms of the line's rate, so that small payloads cannot slip through unthrottled.
 """
 
+import contextlib
 import os
-import shutil
+import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from compress.requests import Replies, Request
 
 RATES: dict[str, float | None] = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "none": None}
-"""Name of a link -> bits per second, None for unlimited."""
+"""Name of a link -> bits per second of one worker, each way; None: unthrottled loopback."""
 
 MTU = 9000
-"""Bytes of an IP packet, as in the jumbo frames of compute clusters: headers then cost 1 % instead of 7 %."""
-
-HEADER_BYTES = 14 + 20 + 20 + 12
-"""What the interface counts for each packet beside its payload: Ethernet, IPv4, TCP and TCP's time stamps."""
-
 BURST_SECONDS = 0.002
-"""Depth of the token bucket in time. A deeper one would let small payloads pass at full speed."""
-
-QUEUE_SECONDS = 0.05
-"""How long a packet may wait for tokens before it is dropped."""
-
-COMMAND_SECONDS = 20.0
-"""Time-out of each command that sets up the network."""
-
-INTERFACE = "eth0"
-
-
-class LinkUnavailable(RuntimeError):
-    """This system does not let us make a shaped link; the message says what was refused."""
+PREFIX = "gw"
 
 
 @dataclass(frozen=True)
-class Counters:
-    """What an interface has sent: bytes (link-layer headers included) and packets."""
-
-    sent_bytes: int = 0
-    sent_packets: int = 0
-
-
-def read_counters(interface: str = INTERFACE, table: str | None = None) -> Counters:
-    """The counters of an interface in this process's own namespace.
+class Link:
+    """Where workers run, and how to start a command there.
 
     Args:
-        table: the text of /proc/net/dev, by default that of now.
+        kind: "namespaces", "shared namespace", "simulated" or "loopback".
+        rate: bits per second of one worker, each way; None if unthrottled.
+        interface: the network interface whose counters a worker reads.
+        address: of the first worker, where the others meet it.
+        prefixes: for each worker, the words in front of its command.
+        workers_per_interface: how many workers one interface's counters add up.
+    """
+
+    kind: str
+    rate: float | None
+    interface: str
+    address: str
+    prefixes: tuple[tuple[str, ...], ...]
+    workers_per_interface: int = 1
+
+    def command(self, worker: int, command: Sequence[str]) -> list[str]:
+        """The command of one worker, as it must be started from outside."""
+        return [*self.prefixes[worker], *command]
+
+    def describe(self) -> str:
+        """The link in words."""
+        rate = "unthrottled" if self.rate is None else f"{self.rate / 1e6:g} Mbit/s each way per worker"
+        return {
+            "namespaces": f"{rate}; a network namespace for each worker, token bucket of "
+            f"{bucket_bytes(self.rate or 0)} bytes, frames of {MTU} bytes",
+            "shared namespace": f"{rate}; one namespace, its loopback shaped to all workers together (no root)",
+            "simulated": f"{rate}, SIMULATED in the transport: no namespaces are allowed here",
+            "loopback": f"{rate} loopback",
+        }[self.kind]
+
+
+def bucket_bytes(rate: float) -> int:
+    """Size of the token bucket: 2 ms of the line's rate, two frames at least."""
+    return max(int(rate / 8 * BURST_SECONDS), 2 * MTU)
+
+
+def _run(*command: str) -> None:
+    """Run a network command.
 
     Raises:
-        LookupError: there is no such interface.
+        RuntimeError: it failed; with what it said.
     """
-    table = Path("/proc/self/net/dev").read_text() if table is None else table
-    for line in table.splitlines():
-        name, colon, numbers = line.partition(":")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+
+
+def _shape(interface: str, rate: float, within: Sequence[str] = ()) -> None:
+    _run(
+        *within, "tc", "qdisc", "add", "dev", interface, "root", "tbf",
+        "rate", f"{int(rate)}bit", "burst", f"{bucket_bytes(rate)}", "latency", "400ms",
+    )  # fmt: skip
+
+
+def remove_stale() -> None:
+    """Remove namespaces of earlier runs that ended without cleaning up; those of living processes stay."""
+    with contextlib.suppress(OSError, RuntimeError, subprocess.TimeoutExpired):
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+        for owner in {int(match) for match in re.findall(rf"^{PREFIX}(\d+)-\d+", names, re.M)}:
+            if not Path(f"/proc/{owner}").exists():
+                _remove(owner, names)
+
+
+def _remove(owner: int, names: str | None = None) -> None:
+    """Remove all namespaces and interfaces of one run."""
+    if names is None:
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
+    for name in re.findall(rf"^({PREFIX}{owner}-\S+)", names, re.M):
+        with contextlib.suppress(RuntimeError):
+            _run("ip", "netns", "del", name)  # its end of the veth pair goes with it
+
+
+@contextlib.contextmanager
+def _namespaces(rate: float, workers: int) -> Iterator[Link]:
+    """A namespace for each worker, and one more with the bridge between them."""
+    owner = os.getpid()
+    switch = f"{PREFIX}{owner}-switch"
+    try:
+        _run("ip", "netns", "add", switch)
+        inside_switch = ("ip", "netns", "exec", switch)
+        _run(*inside_switch, "ip", "link", "add", "bridge", "mtu", str(MTU), "type", "bridge")
+        _run(*inside_switch, "ip", "link", "set", "bridge", "up")
+        prefixes = []
+        for worker in range(workers):
+            name, port = f"{PREFIX}{owner}-{worker}", f"port{worker}"
+            inside = ("ip", "netns", "exec", name)
+            _run("ip", "netns", "add", name)
+            _run(*inside_switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            for within, interface in ((inside_switch, port), (inside, "eth0")):
+                _run(*within, "ip", "link", "set", interface, "mtu", str(MTU), "gso_max_segs", "1", "up")
+                _shape(interface, rate, within)
+            _run(*inside_switch, "ip", "link", "set", port, "master", "bridge")
+            _run(*inside, "ip", "address", "add", f"10.77.0.{worker + 1}/24", "dev", "eth0")
+            _run(*inside, "ip", "link", "set", "lo", "up")
+            prefixes.append(inside)
+        yield Link("namespaces", rate, "eth0", "10.77.0.1", tuple(prefixes))
+    finally:
+        _remove(owner)
+
+
+@contextlib.contextmanager
+def _shared_namespace(rate: float, workers: int) -> Iterator[Link]:
+    """One user and network namespace; it ends with the process that holds it."""
+    total = rate * workers
+    setup = (
+        f"ip link set lo mtu {MTU} gso_max_segs 1 up && "
+        f"tc qdisc add dev lo root tbf rate {int(total)}bit burst {bucket_bytes(total)} latency 400ms && "
+        "echo ready && exec sleep infinity"
+    )
+    holder = subprocess.Popen(
+        ["unshare", "-Urn", "sh", "-c", setup], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        if holder.stdout.readline().strip() != "ready":
+            raise RuntimeError("a user namespace with a shaped loopback is not allowed here")
+        enter = ("nsenter", "-t", str(holder.pid), "-U", "-n", "--preserve-credentials")
+        yield Link("shared namespace", rate, "lo", "127.0.0.1", (enter,) * workers, workers)
+    finally:
+        holder.kill()
+        holder.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def open_link(name: str, workers: int) -> Iterator[Link]:
+    """The best link of that rate that is allowed here; gone when the context ends, however it ends.
+
+    Args:
+        name: a key of RATES.
+    """
+    rate = RATES[name]
+    if rate is None:
+        yield Link("loopback", None, "lo", "127.0.0.1", ((),) * workers, workers)
+        return
+    remove_stale()
+    for build in (_namespaces, _shared_namespace):
+        with contextlib.ExitStack() as stack:
+            try:
+                link = stack.enter_context(build(rate, workers))
+            except (RuntimeError, OSError, subprocess.TimeoutExpired):
+                continue
+            yield link
+            return
+    yield Link("simulated", rate, "lo", "127.0.0.1", ((),) * workers, workers)
+
+
+def sent_bytes(interface: str) -> int:
+    """Bytes that the interface has sent so far, by its own counter, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
-            fields = numbers.split()
-            return Counters(int(fields[8]), int(fields[9]))
-    raise LookupError(f"no interface {interface!r} in this network namespace")
+            return int(counters.split()[8])
+    raise ValueError(f"there is no network interface {interface!r}")
 
 
-class Namespace:
-    """An anonymous network namespace, kept open by a process that ends when this one does.
-
-    Args:
-        parent: make it with the rights of this namespace, whose user namespace it shares.
-        as_user: also make a user namespace, in which this user is root.
-
-    Raises:
-        LinkUnavailable: not allowed here.
-    """
-
-    def __init__(self, parent: "Namespace | None" = None, as_user: bool = False) -> None:
-        self._as_user = parent._as_user if parent else as_user
-        flags = ["--user", "--map-root-user"] if as_user else []
-        command = ["unshare", *flags, "--net", "cat"]
-        # cat lives as long as its standard input, whose other end nobody but this process holds.
-        self._holder = subprocess.Popen(
-            parent.command(*command) if parent else command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env=_environment(),
-        )
-        assert self._holder.stdin
-        assert self._holder.stdout
-        with suppress(BrokenPipeError):
-            self._holder.stdin.write(b"\n")
-            self._holder.stdin.flush()
-        if not self._holder.stdout.readline():  # cat's echo: from here on it is inside
-            _, complaint = self._holder.communicate(timeout=COMMAND_SECONDS)
-            raise LinkUnavailable(complaint.decode(errors="replace").strip())
-
-    @property
-    def pid(self) -> int:
-        """A process inside."""
-        return self._holder.pid
-
-    def command(self, *words: str) -> list[str]:
-        """The command line that runs `words` inside, in the process that is started itself (no child)."""
-        user = ["--user", "--preserve-credentials"] if self._as_user else []
-        return ["nsenter", f"--target={self.pid}", *user, "--net", "--", *words]
-
-    def run(self, program: str, *lines: str) -> None:
-        """Run `ip` or `tc` inside on a batch of commands.
-
-        Raises:
-            LinkUnavailable: one failed; says which.
-        """
-        done = subprocess.run(
-            self.command(program, "-batch", "-"),
-            input="\n".join(lines),
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_SECONDS,
-            env=_environment(),
-        )
-        if done.returncode:
-            raise LinkUnavailable(f"{program}: {' '.join(done.stderr.split())} (in: {'; '.join(lines)})")
-
-    def close(self) -> None:
-        """Let the namespace go; it lasts while other processes are in it."""
-        assert self._holder.stdin
-        self._holder.stdin.close()
-        try:
-            self._holder.wait(COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._holder.kill()
-            self._holder.wait()
-        for stream in (self._holder.stdout, self._holder.stderr):
-            if stream:
-                stream.close()
+def probe_bits_per_second(elements: int = 1 << 20) -> float:
+    """Throughput of one worker's link, bits sent per second, in a plain all-reduce of fp32 elements; collective."""
+    peers = dist.get_world_size()
+    ones = torch.ones(elements)
+    dist.all_reduce(torch.ones(1))
+    started = time.perf_counter()
+    dist.all_reduce(ones)
+    return 2 * (peers - 1) / peers * elements * 32 / (time.perf_counter() - started)
 
 
-class Network:
-    """Workers' namespaces on one switch.
+def simulated(rate: float) -> Callable[[Callable[[Request], Replies]], Callable[[Request], Replies]]:
+    """A transport that takes as long as a link of `rate` bits per second would, by the requests' own formula."""
 
-    Args:
-        workers: how many.
-        rate: bits per second of each worker's link, both ways; None for unlimited.
-
-    Raises:
-        LinkUnavailable: not allowed here, or a program is missing.
-    """
-
-    def __init__(self, workers: int, rate: float | None) -> None:
-        missing = [each for each in ("ip", "tc", "unshare", "nsenter") if not shutil.which(each, path=_search_path())]
-        if missing:
-            raise LinkUnavailable(f"{', '.join(missing)} not found (packages iproute2 and util-linux)")
-        self._open = ExitStack()
-        self._hosts: list[Namespace] = []
-        with self._open:
-            switch = self._made(as_user=os.geteuid() != 0)
-            switch.run("ip", f"link add switch mtu {MTU} type bridge", "link set switch addrgenmode none up")
-            for index in range(workers):
-                host = self._made(switch)
-                self._plug(switch, host, index, rate)
-                self._hosts.append(host)
-            self._open = self._open.pop_all()
-
-    def _made(self, parent: Namespace | None = None, as_user: bool = False) -> Namespace:
-        namespace = Namespace(parent, as_user)
-        self._open.callback(namespace.close)
-        return namespace
-
-    def _plug(self, switch: Namespace, host: Namespace, index: int, rate: float | None) -> None:
-        """Join a host to the switch by a shaped cable."""
-        port = f"port{index}"
-        # No automatic addresses: their announcements would be counted. One segment a packet (no segmentation
-        # offload) on a shaped link, so that the bucket sees what a wire would carry.
-        options = f"addrgenmode none{'' if rate is None else ' gso_max_segs 1'} up"
-        switch.run(
-            "ip",
-            f"link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {host.pid}",
-            f"link set {port} master switch",
-            f"link set {port} {options}",
-        )
-        host.run(
-            "ip",
-            "link set lo up",
-            f"address add {self.address(index)}/16 dev {INTERFACE}",
-            f"link set {INTERFACE} {options}",
-        )
-        if rate is not None:
-            for namespace, interface in ((switch, port), (host, INTERFACE)):
-                namespace.run("tc", f"qdisc add dev {interface} root {token_bucket(rate)}")
-
-    @staticmethod
-    def address(index: int) -> str:
-        """The IPv4 address of a worker; private to the network, so any will do."""
-        return f"10.77.{index // 250}.{1 + index % 250}"
-
-    def command(self, index: int, *words: str) -> list[str]:
-        """The command line that runs `words` on worker `index`'s host."""
-        return self._hosts[index].command(*words)
-
-    def close(self) -> None:
-        """Take the network away. Processes inside should have ended."""
-        self._open.close()
-
-    def __enter__(self) -> "Network":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def token_bucket(rate: float) -> str:
-    """tc's words for a link of `rate` bits per second."""
-    burst = max(rate / 8 * BURST_SECONDS, 2 * MTU)
-    return f"tbf rate {rate:.0f}bit burst {burst:.0f} latency {QUEUE_SECONDS * 1e3:.0f}ms"
-
-
-class SimulatedLink:
-    """Wraps a transport: each request takes at least as long as its bytes would on a link.
-
-    For systems without namespaces. Only bytes are modelled: no headers, no queues, no lost packets.
-
-    Args:
-        rate: bits per second.
-        peers: number of workers.
-    """
-
-    def __init__(self, rate: float, peers: int) -> None:
-        self.rate, self.peers = rate, peers
-
-    def __call__(self, perform: Callable[[Request], Replies]) -> Callable[[Request], Replies]:
-        def perform_slowly(request: Request) -> Replies:
-            arrival = time.perf_counter() + 8 * request.wire_bytes(self.peers) / self.rate
+    def wrap(perform: Callable[[Request], Replies]) -> Callable[[Request], Replies]:
+        def delayed(request: Request) -> Replies:
+            started = time.perf_counter()
             replies = perform(request)
-            time.sleep(max(0.0, arrival - time.perf_counter()))
+            due = started + request.wire_bytes(dist.get_world_size()) * 8 / rate
+            time.sleep(max(due - time.perf_counter(), 0.0))
             return replies
 
-        return perform_slowly
+        return delayed
 
-
-def _search_path() -> str:
-    """Where programs are looked for: a user's path often lacks the administrator's folders."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-
-
-def _environment(**extra: str) -> dict[str, str]:
-    return {**os.environ, "PATH": _search_path(), **extra}
-
-
-def describe(rate: float | None) -> str:
-    """A rate in words."""
-    if rate is None:
-        return "unlimited"
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
-
-
-__all__: Sequence[str] = ["RATES", "Counters", "LinkUnavailable", "Network", "SimulatedLink", "read_counters"]
+    return wrap
