@@ -59,9 +59,10 @@ class GlooChannel:
         store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
         limit = timedelta(seconds=timeout)
         self.device = torch.device("cpu")
-        self._group: Any = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), self.peers, limit)
+        group: Any = dist.ProcessGroupGloo(store, ranks.index(dist.get_rank()), self.peers, limit)
         # A rank that fails and leaves before the others have connected would look like a fault of theirs.
-        self._group.barrier().wait()
+        group.barrier().wait()
+        self._group = group
 
     @property
     def _open(self) -> Any:
