@@ -252,7 +252,8 @@ def test_tiny_and_huge_gradients_are_treated_alike(scale: float, rank: int) -> N
         ((10, 10), 4, 1.0, True),
         ((10, 10), 2, 2.5, False),
         ((10, 10), 2, 2.4, True),
-        ((4, 100), 8, 1.0, False),  # the rank is capped at 4
+        ((4, 100), 8, 1.0, False),
+        ((3, 100), 8, 0.5, True),  # the rank is capped at 3
         ((8, 2, 5), 1, 2.0, True),
         ((1, 100), 1, 1.0, False),
         ((100,), 1, 0.0, False),
@@ -272,7 +273,7 @@ def test_a_matrix_is_compressed_if_it_is_worth_it(
     assert simulation.traffic[0].collectives == (2 if compressed else 1)
     if compressed:
         n, m = shape[0], numel // shape[0]
-        assert simulation.traffic[0].payload_bytes == {"all_reduce": 4 * rank * (n + m)}
+        assert simulation.traffic[0].payload_bytes == {"all_reduce": 4 * min(rank, n, m) * (n + m)}
     else:
         assert simulation.traffic[0].payload_bytes == {"all_reduce": 4 * numel}
         assert same_bits(outcomes[0].mean, (gradients[0] + gradients[1]) / 2)
