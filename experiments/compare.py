@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 import compress
 from compress import registry
 from experiments.links import RATES, Link, open_link
-from experiments.report import BASELINE, as_json, make_rows, plot, table, verdict
+from experiments.probe import FRAME_OVERHEAD
+from experiments.report import BASELINE, Row, as_json, make_rows, plot, table, verdict
 from experiments.tasks import TASKS
 from experiments.train import check_name
 
@@ -89,7 +91,7 @@ def started(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": link.interface,
     }
-    command = [sys.executable, "-m", "experiments.train", *arguments]
+    command = [sys.executable, "-m", "experiments.train", "--leashed", *arguments]
     processes = []
     try:
         for worker in range(workers):
@@ -98,6 +100,7 @@ def started(
                     subprocess.Popen(
                         link.command(worker, command),
                         env={**environment, "RANK": str(worker), "LOCAL_RANK": str(worker)},
+                        stdin=subprocess.PIPE,
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         cwd=ROOT,
@@ -108,7 +111,7 @@ def started(
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait(timeout=20)
+            process.communicate(timeout=20)
 
 
 def follow(
@@ -204,15 +207,17 @@ def main(
         raise click.UsageError(str(error)) from error
     steps = steps or task.steps[quick]
     console = Console(width=140)
-    arguments = ["--task", task_name, "--steps", str(steps)]
+    arguments = ["--probe", "--task", task_name, "--steps", str(steps)]
     arguments += [word for name in names for word in ("--compressor", name)]
     arguments += [word for seed in seeds for word in ("--seed", str(seed))]
     arguments += [word for module in plugin for word in ("--plugin", module)]
     arguments += ["--data", data] if data else []
     with interruptible(), open_link(link_name, workers) as link:
         console.print(f"{task.title} ({parameters:,} parameters); {workers} workers; link: {link.describe()}")
-        counted = link.kind != "simulated"
-        arguments += ["--interface", link.interface] if counted else ["--simulated-rate", str(link.rate)]
+        if link.counted:
+            arguments += ["--interface", link.interface]
+        elif link.rate is not None:
+            arguments += ["--simulated-rate", str(link.rate)]
         try:
             events = run_workers(link, workers, names, seeds, steps, arguments)
         except WorkerFailed as failure:
@@ -220,61 +225,65 @@ def main(
             raise SystemExit(1) from failure
         except KeyboardInterrupt:
             raise SystemExit(130) from None
-        shared = link.workers_per_interface
     runs = [event for event in events if event["kind"] == "run"]
-    for run in runs:
-        run["wire_bytes_per_step"] /= shared
-    rows = make_rows(runs, workers)
-    context = describe(runs, events, link, workers, parameters)
-    console.print("\n".join(context))
-    console.print(table(rows, f"{task_name}, {link_name}, {workers} workers, {steps} steps", workers, counted))
+    measured = next((event for event in events if event["kind"] == "probe"), None)
+    rows = make_rows(runs, workers, measured["collective_bytes"] if measured else {})
+    console.print("\n".join(describe(runs, measured, link)))
+    console.print(table(rows, f"{task_name}, {link_name}, {workers} workers, {steps} steps"))
     console.print(verdict(rows, link_name))
-    save(rows, runs, task_name, link_name, link, workers, events)
+    save(rows, runs, measured, task_name, link_name, link, workers)
     console.print(f"results: {RESULTS / 'compare.json'}, plot: {RESULTS / 'compare.png'}")
 
 
-def describe(
-    runs: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], link: Link, workers: int, parameters: int
-) -> list[str]:
+def describe(runs: Sequence[dict[str, Any]], measured: dict[str, Any] | None, link: Link) -> list[str]:
     """What must be known to read the table."""
-    lines = []
-    probes = [event["bits_per_second"] for event in events if event["kind"] == "probe"]
-    if probes and link.kind != "simulated":
-        lines.append(f"probe: a plain all-reduce attains {probes[0] / 1e6:.1f} Mbit/s per worker")
-    if link.rate is not None:
-        compute = min(run["compute_seconds"] for run in runs)
-        wire = 2 * (workers - 1) / workers * parameters * 32 / link.rate
-        lines.append(
-            f"dense all-reduce on the link alone: {wire * 1e3:.0f} ms; computation of a step: {compute * 1e3:.0f} ms: "
-            f"{wire / compute:.0f} times as long, as in the networks that compression is for"
+    if measured is None:
+        return []
+    dense, attained = measured["dense_seconds"], measured["bits_per_second"]
+    compute = statistics.median(run["compute_seconds"] for run in runs)
+    factor = dense / compute
+    lines = [
+        f"probe: a dense all-reduce takes {dense * 1e3:.0f} ms ({attained / 1e6:.1f} Mbit/s sent by each worker), the "
+        f"computation of a step {compute * 1e3:.0f} ms: "
+        + (
+            f"communication is {factor:.0f} times the computation, as in the networks that this library is for"
+            if factor >= 10
+            else f"communication is {factor:.1f} times the computation"
         )
-    if link.kind != "simulated":
+    ]
+    if measured["collective_bytes"]:
+        each = ", ".join(f"{kind} {count:,.0f}" for kind, count in measured["collective_bytes"].items())
         lines.append(
-            "wire: the interface's own counter, headers included; expected: formula + 1.1 % frame headers and "
-            "acknowledgements + 500 bytes per collective and peer"
+            "wire: the interface's own counter, headers included; expected: formula + "
+            f"{FRAME_OVERHEAD:.1%} frame headers and acknowledgements + bytes per collective, as probed: {each}"
         )
     return lines
 
 
 def save(
-    rows: Any, runs: Any, task_name: str, link_name: str, link: Link, workers: int, events: Sequence[dict[str, Any]]
+    rows: Sequence[Row],
+    runs: Sequence[dict[str, Any]],
+    measured: dict[str, Any] | None,
+    task_name: str,
+    link_name: str,
+    link: Link,
+    workers: int,
 ) -> None:
     """Write the results file and the plot."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    probes = [event["bits_per_second"] for event in events if event["kind"] == "probe"]
     content = as_json(
         rows,
         task=task_name,
         link=link_name,
         link_kind=link.kind,
-        probe_bits_per_second=probes[0] if probes else None,
+        probe=measured,
         workers=workers,
         versions={
             "gradwire": compress.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        runs=runs,
+        runs=list(runs),
     )
     (RESULTS / "compare.json").write_text(json.dumps(content, indent=1) + "\n")
     plot(rows, runs, f"{task_name}, {link_name}, {workers} workers", RESULTS / "compare.png")

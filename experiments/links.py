@@ -1,33 +1,52 @@
 """The slow link: each worker behind a token bucket, in a network namespace of its own.
 
-As root each worker gets a namespace, joined by veth pairs to a bridge, with the rate enforced on both ends of every
-pair. Without root, where user namespaces are allowed, all workers share one namespace whose loopback is shaped to the
-workers' rates together. Where neither is allowed the link is simulated in the transport, and labelled so.
+    [worker 0: eth0] ══ [port0 ┐
+    [worker 1: eth0] ══ [port1 ┤ switch]
 
-Frames are 9,000 bytes, so that headers are below 1 % of the bytes which the interfaces count; segmentation offload is
+A veth pair joins each worker's namespace to a bridge, with the rate enforced at both ends: on what the worker sends
+and on what it receives. Root is not needed where users may have namespaces of their own. Where neither is allowed the
+link is simulated in the transport, and labelled so.
+
+The namespaces have no names. The kernel takes each away, with its interfaces, when the last process in it ends, and
+the processes that keep them open end when the pipe from this one breaks: nothing is left behind, even by SIGKILL, and
+two runs cannot meet.
+
+Frames are 9,000 bytes, so that headers are about 1 % of the bytes which the interfaces count; segmentation offload is
 off and the bucket holds about 2 ms of the line's rate, so that small payloads cannot slip through unthrottled.
 """
 
 import contextlib
 import os
-import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from compress.requests import Replies, Request
 
 RATES: dict[str, float | None] = {"100mbit": 100e6, "1gbit": 1e9, "10gbit": 10e9, "none": None}
-"""Name of a link -> bits per second of one worker, each way; None: unthrottled loopback."""
+"""Name of a link -> bits per second of one worker, each way; None: unthrottled."""
 
 MTU = 9000
+"""Bytes of an IP packet."""
+
 BURST_SECONDS = 0.002
-PREFIX = "gw"
+"""Depth of the token bucket."""
+
+QUEUE_SECONDS = 0.2
+"""How long a packet may wait for tokens before it is dropped."""
+
+COMMAND_SECONDS = 20.0
+"""Time-out of each command that sets up the network."""
+
+INTERFACE = "eth0"
+PROGRAMS = ("ip", "tc", "unshare", "nsenter")
+
+
+class LinkUnavailable(RuntimeError):
+    """This system does not let us make a shaped link; the message says what was refused."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +54,12 @@ class Link:
     """Where workers run, and how to start a command there.
 
     Args:
-        kind: "namespaces", "shared namespace", "simulated" or "loopback".
+        kind: "namespaces", "simulated" or "loopback".
         rate: bits per second of one worker, each way; None if unthrottled.
-        interface: the network interface whose counters a worker reads.
+        interface: the network interface that the workers use.
         address: of the first worker, where the others meet it.
         prefixes: for each worker, the words in front of its command.
-        workers_per_interface: how many workers one interface's counters add up.
+        why: what kept the link from being one of namespaces, if it is not.
     """
 
     kind: str
@@ -48,7 +67,12 @@ class Link:
     interface: str
     address: str
     prefixes: tuple[tuple[str, ...], ...]
-    workers_per_interface: int = 1
+    why: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the interface's counters hold what one worker sends, and nothing else."""
+        return self.kind == "namespaces"
 
     def command(self, worker: int, command: Sequence[str]) -> list[str]:
         """The command of one worker, as it must be started from outside."""
@@ -57,157 +81,217 @@ class Link:
     def describe(self) -> str:
         """The link in words."""
         rate = "unthrottled" if self.rate is None else f"{self.rate / 1e6:g} Mbit/s each way per worker"
-        return {
-            "namespaces": f"{rate}; a network namespace for each worker, token bucket of "
-            f"{bucket_bytes(self.rate or 0)} bytes, frames of {MTU} bytes",
-            "shared namespace": f"{rate}; one namespace, its loopback shaped to all workers together (no root)",
-            "simulated": f"{rate}, SIMULATED in the transport: no namespaces are allowed here",
-            "loopback": f"{rate} loopback",
-        }[self.kind]
+        if self.kind == "namespaces":
+            bucket = "" if self.rate is None else f", token bucket of {bucket_bytes(self.rate):,} bytes"
+            return f"{rate}; a network namespace for each worker{bucket}, frames of {MTU:,} bytes"
+        if self.kind == "simulated":
+            return f"{rate}, SIMULATED in the transport ({self.why})"
+        return f"{rate} loopback ({self.why})"
 
 
 def bucket_bytes(rate: float) -> int:
-    """Size of the token bucket: 2 ms of the line's rate, two frames at least."""
+    """Size of the token bucket for a rate in bits per second: 2 ms of it, two frames at least."""
     return max(int(rate / 8 * BURST_SECONDS), 2 * MTU)
 
 
-def _run(*command: str) -> None:
-    """Run a network command.
+class Namespace:
+    """An anonymous network namespace, kept open by a process that ends when this one does.
+
+    Args:
+        parent: of whose user namespace it becomes a part.
+        as_user: make a user namespace too, in which this user is root.
 
     Raises:
-        RuntimeError: it failed; with what it said.
+        LinkUnavailable: not allowed here.
     """
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
 
+    def __init__(self, parent: "Namespace | None" = None, as_user: bool = False) -> None:
+        self._as_user: bool = parent._as_user if parent else as_user
+        flags = ["--user", "--map-root-user"] if as_user else []
+        command = ["unshare", *flags, "--net", "cat"]
+        # cat lives as long as its standard input, whose other end nobody but this process holds. In a session of its
+        # own it does not get the terminal's Ctrl-C, and the network lasts until the workers have ended.
+        self._holder = subprocess.Popen(
+            parent.command(command) if parent else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env=_environment(),
+        )
+        assert self._holder.stdin
+        assert self._holder.stdout
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                self._holder.stdin.write(b"\n")
+                self._holder.stdin.flush()
+            if not self._holder.stdout.readline():  # cat's echo: from here on it is inside
+                complaint = self._holder.stderr.read() if self._holder.stderr else b""
+                raise LinkUnavailable(complaint.decode(errors="replace").strip() or "no network namespace")
+        except BaseException:
+            self.close()
+            raise
 
-def _shape(interface: str, rate: float, within: Sequence[str] = ()) -> None:
-    _run(
-        *within, "tc", "qdisc", "add", "dev", interface, "root", "tbf",
-        "rate", f"{int(rate)}bit", "burst", f"{bucket_bytes(rate)}", "latency", "400ms",
-    )  # fmt: skip
+    @property
+    def pid(self) -> int:
+        """A process inside."""
+        return self._holder.pid
 
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """Put in front of a command, these words run it inside, in the very process that is started."""
+        user = ("--user", "--preserve-credentials") if self._as_user else ()
+        return ("nsenter", f"--target={self.pid}", *user, "--net", "--")
 
-def remove_stale() -> None:
-    """Remove namespaces of earlier runs that ended without cleaning up; those of living processes stay."""
-    with contextlib.suppress(OSError, RuntimeError, subprocess.TimeoutExpired):
-        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
-        for owner in {int(match) for match in re.findall(rf"^{PREFIX}(\d+)-\d+", names, re.M)}:
-            if not Path(f"/proc/{owner}").exists():
-                _remove(owner, names)
+    def command(self, words: Sequence[str]) -> list[str]:
+        return [*self.prefix, *words]
 
+    def configure(self, program: str, *lines: str) -> None:
+        """Run several commands of `ip` or `tc` inside.
 
-def _remove(owner: int, names: str | None = None) -> None:
-    """Remove all namespaces and interfaces of one run."""
-    if names is None:
-        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=20).stdout
-    for name in re.findall(rf"^({PREFIX}{owner}-\S+)", names, re.M):
-        with contextlib.suppress(RuntimeError):
-            _run("ip", "netns", "del", name)  # its end of the veth pair goes with it
+        Raises:
+            LinkUnavailable: one failed; says which.
+        """
+        done = subprocess.run(
+            self.command([program, "-batch", "-"]),
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_SECONDS,
+            env=_environment(),
+        )
+        if done.returncode:
+            raise LinkUnavailable(f"{program}: {' '.join(done.stderr.split())}; in: {'; '.join(lines)}")
+
+    def close(self) -> None:
+        """Let go of the namespace; it lasts while other processes are in it."""
+        assert self._holder.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._holder.stdin.close()
+        try:
+            self._holder.wait(COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._holder.kill()
+            self._holder.wait(COMMAND_SECONDS)
+        for stream in (self._holder.stdout, self._holder.stderr):
+            if stream:
+                stream.close()
 
 
 @contextlib.contextmanager
-def _namespaces(rate: float, workers: int) -> Iterator[Link]:
-    """A namespace for each worker, and one more with the bridge between them."""
-    owner = os.getpid()
-    switch = f"{PREFIX}{owner}-switch"
-    try:
-        _run("ip", "netns", "add", switch)
-        inside_switch = ("ip", "netns", "exec", switch)
-        _run(*inside_switch, "ip", "link", "add", "bridge", "mtu", str(MTU), "type", "bridge")
-        _run(*inside_switch, "ip", "link", "set", "bridge", "up")
-        prefixes = []
-        for worker in range(workers):
-            name, port = f"{PREFIX}{owner}-{worker}", f"port{worker}"
-            inside = ("ip", "netns", "exec", name)
-            _run("ip", "netns", "add", name)
-            _run(*inside_switch, "ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-            for within, interface in ((inside_switch, port), (inside, "eth0")):
-                _run(*within, "ip", "link", "set", interface, "mtu", str(MTU), "gso_max_segs", "1", "up")
-                _shape(interface, rate, within)
-            _run(*inside_switch, "ip", "link", "set", port, "master", "bridge")
-            _run(*inside, "ip", "address", "add", f"10.77.0.{worker + 1}/24", "dev", "eth0")
-            _run(*inside, "ip", "link", "set", "lo", "up")
-            prefixes.append(inside)
-        yield Link("namespaces", rate, "eth0", "10.77.0.1", tuple(prefixes))
-    finally:
-        _remove(owner)
+def network(workers: int, rate: float | None) -> Iterator[Link]:
+    """A namespace for each worker, and one more with the switch between them.
+
+    Raises:
+        LinkUnavailable: not allowed here, or a program is missing.
+    """
+    missing = [program for program in PROGRAMS if not shutil.which(program, path=_search_path())]
+    if missing:
+        raise LinkUnavailable(f"{', '.join(missing)} not found: install iproute2 and util-linux")
+    with contextlib.ExitStack() as stack:
+
+        def made(parent: Namespace | None = None, as_user: bool = False) -> Namespace:
+            namespace = Namespace(parent, as_user)
+            stack.callback(namespace.close)
+            return namespace
+
+        switch = made(as_user=os.geteuid() != 0)
+        switch.configure("ip", f"link add switch mtu {MTU} type bridge", "link set switch addrgenmode none up")
+        hosts = [made(switch) for _ in range(workers)]
+        for index, host in enumerate(hosts):
+            _plug(switch, host, index, rate)
+        yield Link("namespaces", rate, INTERFACE, _address(0), tuple(host.prefix for host in hosts))
 
 
-@contextlib.contextmanager
-def _shared_namespace(rate: float, workers: int) -> Iterator[Link]:
-    """One user and network namespace; it ends with the process that holds it."""
-    total = rate * workers
-    setup = (
-        f"ip link set lo mtu {MTU} gso_max_segs 1 up && "
-        f"tc qdisc add dev lo root tbf rate {int(total)}bit burst {bucket_bytes(total)} latency 400ms && "
-        "echo ready && exec sleep infinity"
+def _plug(switch: Namespace, host: Namespace, index: int, rate: float | None) -> None:
+    """Join a host to the switch by a shaped cable."""
+    port = f"port{index}"
+    # No automatic addresses, whose announcements would be counted. One segment a packet on a shaped link (no
+    # segmentation offload): the bucket and the counters see what a wire would carry.
+    options = f"addrgenmode none {'' if rate is None else 'gso_max_segs 1'} up"
+    switch.configure(
+        "ip",
+        f"link add {port} mtu {MTU} type veth peer name {INTERFACE} mtu {MTU} netns {host.pid}",
+        f"link set {port} master switch",
+        f"link set {port} {options}",
     )
-    holder = subprocess.Popen(
-        ["unshare", "-Urn", "sh", "-c", setup], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    host.configure(
+        "ip",
+        "link set lo up",
+        f"address add {_address(index)}/16 dev {INTERFACE}",
+        f"link set {INTERFACE} {options}",
     )
-    try:
-        assert holder.stdout is not None
-        if holder.stdout.readline().strip() != "ready":
-            raise RuntimeError("a user namespace with a shaped loopback is not allowed here")
-        enter = ("nsenter", "-t", str(holder.pid), "-U", "-n", "--preserve-credentials")
-        yield Link("shared namespace", rate, "lo", "127.0.0.1", (enter,) * workers, workers)
-    finally:
-        holder.kill()
-        holder.wait(timeout=20)
+    if rate is not None:
+        for namespace, interface in ((switch, port), (host, INTERFACE)):
+            namespace.configure(
+                "tc",
+                f"qdisc add dev {interface} root tbf rate {rate:.0f}bit burst {bucket_bytes(rate)} "
+                f"latency {QUEUE_SECONDS * 1e3:.0f}ms",
+            )
+
+
+def _address(index: int) -> str:
+    """A worker's IPv4 address. The network is closed, so any will do, for every run the same."""
+    return f"10.77.{index // 250}.{index % 250 + 1}"
+
+
+def _search_path() -> str:
+    """Where programs are looked for: users' paths often lack the administrator's folders."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _search_path()}
 
 
 @contextlib.contextmanager
 def open_link(name: str, workers: int) -> Iterator[Link]:
-    """The best link of that rate that is allowed here; gone when the context ends, however it ends.
+    """The best link of that name that is allowed here; gone when the context ends, however it ends.
 
     Args:
         name: a key of RATES.
     """
     rate = RATES[name]
-    if rate is None:
-        yield Link("loopback", None, "lo", "127.0.0.1", ((),) * workers, workers)
-        return
-    remove_stale()
-    for build in (_namespaces, _shared_namespace):
-        with contextlib.ExitStack() as stack:
-            try:
-                link = stack.enter_context(build(rate, workers))
-            except (RuntimeError, OSError, subprocess.TimeoutExpired):
-                continue
-            yield link
-            return
-    yield Link("simulated", rate, "lo", "127.0.0.1", ((),) * workers, workers)
+    with contextlib.ExitStack() as stack:
+        try:
+            link = stack.enter_context(network(workers, rate))
+        except (LinkUnavailable, OSError, subprocess.TimeoutExpired) as refusal:
+            kind = "loopback" if rate is None else "simulated"
+            link = Link(kind, rate, "lo", "127.0.0.1", ((),) * workers, f"no network namespaces here: {refusal}")
+        yield link
 
 
-def sent_bytes(interface: str) -> int:
-    """Bytes that the interface has sent so far, by its own counter, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
+def sent_bytes(interface: str, table: str | None = None) -> int:
+    """Bytes that the interface has sent so far, by its own counter, headers included.
+
+    Args:
+        table: the text of /proc/net/dev, by default that of now.
+
+    Raises:
+        ValueError: there is no such interface.
+    """
+    table = Path("/proc/self/net/dev").read_text() if table is None else table
+    for line in table.splitlines():
         name, colon, counters = line.partition(":")
         if colon and name.strip() == interface:
             return int(counters.split()[8])
     raise ValueError(f"there is no network interface {interface!r}")
 
 
-def probe_bits_per_second(elements: int = 1 << 20) -> float:
-    """Throughput of one worker's link, bits sent per second, in a plain all-reduce of fp32 elements; collective."""
-    peers = dist.get_world_size()
-    ones = torch.ones(elements)
-    dist.all_reduce(torch.ones(1))
-    started = time.perf_counter()
-    dist.all_reduce(ones)
-    return 2 * (peers - 1) / peers * elements * 32 / (time.perf_counter() - started)
+def simulated(rate: float, peers: int) -> Callable[[Callable[[Request], Replies]], Callable[[Request], Replies]]:
+    """A transport on which each request takes at least as long as its bytes, by its own formula, would on a link.
 
+    Only bytes are modelled: no headers, no queues, no lost packets.
 
-def simulated(rate: float) -> Callable[[Callable[[Request], Replies]], Callable[[Request], Replies]]:
-    """A transport that takes as long as a link of `rate` bits per second would, by the requests' own formula."""
+    Args:
+        rate: bits per second.
+        peers: number of workers.
+    """
 
     def wrap(perform: Callable[[Request], Replies]) -> Callable[[Request], Replies]:
         def delayed(request: Request) -> Replies:
-            started = time.perf_counter()
+            due = time.perf_counter() + 8 * request.wire_bytes(peers) / rate
             replies = perform(request)
-            due = started + request.wire_bytes(dist.get_world_size()) * 8 / rate
             time.sleep(max(due - time.perf_counter(), 0.0))
             return replies
 

@@ -2,22 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from experiments.probe import FRAME_OVERHEAD
+
 BASELINE = "none"
 TOLERANCE = 0.005
 """The target is plain DDP's final accuracy less half a point."""
-
-FRAME_OVERHEAD = 66 / 8934
-"""Ethernet, IP and TCP headers (66 bytes) of a full frame of 9,000 bytes, per payload byte; as much again for the
-acknowledgements of what the worker receives, one for every second frame."""
-COLLECTIVE_OVERHEAD = 500
-"""Bytes of headers and acknowledgements per collective and peer, beyond the full frames."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +27,13 @@ class Row:
         steps: taken.
         step_seconds: median of a step.
         step_ratio: that over plain DDP's, or None without it.
-        wire_bytes_per_step: sent by one worker, by the interface's counter, headers included.
+        wire_bytes_per_step: sent by one worker, by the interface's counter, headers included; None if not counted.
         formula_bytes_per_step: by the formula, without headers.
         ratio_vs_fp32, ratio_vs_bf16: how many times fewer formula bytes than a dense all-reduce.
         seconds_to_target: training seconds until plain DDP's final accuracy less half a point, or None if never.
         collectives_per_step: messages.
+        expected_wire_bytes_per_step: what the interface should count: formula, frame headers, and the probed bytes
+            per collective; None if not counted.
         loss_spread: largest less smallest final loss over seeds.
     """
 
@@ -45,12 +43,13 @@ class Row:
     steps: int
     step_seconds: float
     step_ratio: float | None
-    wire_bytes_per_step: float
+    wire_bytes_per_step: float | None
     formula_bytes_per_step: float
     ratio_vs_fp32: float | None
     ratio_vs_bf16: float | None
     seconds_to_target: float | None
     collectives_per_step: float
+    expected_wire_bytes_per_step: float | None
     loss_spread: float
 
 
@@ -65,8 +64,21 @@ def seconds_to(target: float, runs: Sequence[dict[str, Any]]) -> float | None:
     return _mean(reached) if len(reached) == len(runs) else None
 
 
-def make_rows(runs: Sequence[dict[str, Any]], workers: int) -> list[Row]:
-    """Rows, in the order of the runs, averaged over seeds."""
+def expected_wire_bytes(run: dict[str, Any], collective_bytes: Mapping[str, float]) -> float:
+    """What the interface should count per step: the formula, the headers of full frames, and so many bytes more for
+    each collective of a kind."""
+    fixed = sum(number * collective_bytes.get(kind, 0.0) for kind, number in run["collectives_per_step"].items())
+    return run["formula_bytes_per_step"] * (1 + FRAME_OVERHEAD) + fixed
+
+
+def make_rows(
+    runs: Sequence[dict[str, Any]], workers: int, collective_bytes: Mapping[str, float] | None = None
+) -> list[Row]:
+    """Rows, in the order of the runs, averaged over seeds.
+
+    Args:
+        collective_bytes: kind -> bytes of one collective beside payload and full frames, as probed.
+    """
     names = list(dict.fromkeys(run["name"] for run in runs))
     of = {name: [run for run in runs if run["name"] == name] for name in names}
     final = {name: [run["history"][-1] for run in of[name]] for name in names}
@@ -78,6 +90,7 @@ def make_rows(runs: Sequence[dict[str, Any]], workers: int) -> list[Row]:
         formula = _mean([run["formula_bytes_per_step"] for run in of[name]])
         dense = 2 * (workers - 1) / workers * 4 * of[name][0]["parameters"]
         losses = [last["loss"] for last in final[name]]
+        wire = [run["wire_bytes_per_step"] for run in of[name] if run["wire_bytes_per_step"] is not None]
         rows.append(
             Row(
                 compressor=name,
@@ -86,26 +99,22 @@ def make_rows(runs: Sequence[dict[str, Any]], workers: int) -> list[Row]:
                 steps=of[name][0]["steps"],
                 step_seconds=step_seconds,
                 step_ratio=step_seconds / base if base else None,
-                wire_bytes_per_step=_mean([run["wire_bytes_per_step"] for run in of[name]]),
+                wire_bytes_per_step=_mean(wire) if wire else None,
                 formula_bytes_per_step=formula,
                 ratio_vs_fp32=dense / formula if formula else None,
                 ratio_vs_bf16=dense / 2 / formula if formula else None,
                 seconds_to_target=seconds_to(target, of[name]),
-                collectives_per_step=_mean([run["collectives_per_step"] for run in of[name]]),
+                collectives_per_step=_mean([sum(run["collectives_per_step"].values()) for run in of[name]]),
+                expected_wire_bytes_per_step=(
+                    _mean([expected_wire_bytes(run, collective_bytes or {}) for run in of[name]]) if wire else None
+                ),
                 loss_spread=max(losses) - min(losses),
             )
         )
     return rows
 
 
-def expected_wire_bytes(row: Row, workers: int) -> float:
-    """Formula bytes with the stated headers: what the interface should count."""
-    return row.formula_bytes_per_step * (1 + 1.5 * FRAME_OVERHEAD) + (
-        COLLECTIVE_OVERHEAD * row.collectives_per_step * (workers - 1)
-    )
-
-
-def table(rows: Sequence[Row], title: str, workers: int, counted: bool) -> Table:
+def table(rows: Sequence[Row], title: str) -> Table:
     """The rows for people."""
     result = Table(title=title, title_justify="left")
     for heading, justify in (
@@ -130,9 +139,11 @@ def table(rows: Sequence[Row], title: str, workers: int, counted: bool) -> Table
             "never" if row.seconds_to_target is None else f"{row.seconds_to_target:.1f} s",
             f"{row.step_seconds * 1e3:.1f}",
             "" if row.step_ratio is None else f"{row.step_ratio:.3f}",
-            f"{row.wire_bytes_per_step / 1e3:.1f}" if counted else "—",
+            "—" if row.wire_bytes_per_step is None else f"{row.wire_bytes_per_step / 1e3:.1f}",
             f"{row.formula_bytes_per_step / 1e3:.1f}",
-            f"{row.wire_bytes_per_step / expected_wire_bytes(row, workers):.3f}" if counted else "—",
+            "—"
+            if row.wire_bytes_per_step is None or not row.expected_wire_bytes_per_step
+            else f"{row.wire_bytes_per_step / row.expected_wire_bytes_per_step:.3f}",
             "" if row.ratio_vs_fp32 is None else f"{row.ratio_vs_fp32:.1f}",
             "" if row.ratio_vs_bf16 is None else f"{row.ratio_vs_bf16:.1f}",
         )

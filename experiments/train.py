@@ -11,7 +11,9 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -23,8 +25,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks
-from compress import parse
-from experiments.links import probe_bits_per_second, sent_bytes, simulated
+from compress import Request, parse
+from compress.requests import Replies
+from experiments.links import simulated
+from experiments.probe import Transport, probe, settled_bytes
 from experiments.tasks import TASKS, Task
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -65,10 +69,11 @@ class Run:
         name: the compressor's spec, or the optimiser.
         steps: taken.
         step_seconds: median of a step's time.
-        compute_seconds: median of a step without any communication.
-        wire_bytes_per_step: sent by this worker per step, by the interface's counter, headers included.
+        compute_seconds: median of forward and backward without any communication.
+        wire_bytes_per_step: sent by this worker per step, by the interface's counter, headers included; None where
+            there is no such counter.
         formula_bytes_per_step: by the compressor's formula, without headers.
-        collectives_per_step: messages.
+        collectives_per_step: messages, by kind.
         parameters: of the model.
         history: on the test set.
     """
@@ -77,9 +82,9 @@ class Run:
     steps: int
     step_seconds: float = 0.0
     compute_seconds: float = 0.0
-    wire_bytes_per_step: float = 0.0
+    wire_bytes_per_step: float | None = None
     formula_bytes_per_step: float = 0.0
-    collectives_per_step: float = 0.0
+    collectives_per_step: dict[str, float] = field(default_factory=dict)
     parameters: int = 0
     history: list[Checkpoint] = field(default_factory=list)
 
@@ -93,6 +98,27 @@ def check_name(name: str) -> str:
     return name if name in OPTIMISERS else str(parse(name))
 
 
+class Tally:
+    """A transport that counts the collectives of each kind.
+
+    Args:
+        inner: the transport that it wraps, or None for the real network.
+    """
+
+    def __init__(self, inner: Transport | None = None) -> None:
+        self._inner = inner
+        self.count: Counter[str] = Counter()
+
+    def __call__(self, perform: Callable[[Request], Replies]) -> Callable[[Request], Replies]:
+        below = self._inner(perform) if self._inner else perform
+
+        def counted(request: Request) -> Replies:
+            self.count[request.kind] += 1
+            return below(request)
+
+        return counted
+
+
 class Trainer:
     """One model on one worker with one way to communicate.
 
@@ -101,12 +127,12 @@ class Trainer:
         name: a compressor's spec or a key of OPTIMISERS. "none" is plain DDP without a hook.
         steps: of the whole run.
         seed: of the model and the order of the data; equal on all workers.
-        simulated_rate: bits per second of a link to simulate, or None.
+        transport: of a simulated link, or None.
         timeout: seconds that a collective waits for a peer.
     """
 
     def __init__(
-        self, task: Task, name: str, steps: int, seed: int, simulated_rate: float | None = None, timeout: float = 120.0
+        self, task: Task, name: str, steps: int, seed: int, transport: Transport | None = None, timeout: float = 120.0
     ) -> None:
         torch.manual_seed(seed)
         self.task, self.steps, self.seed = task, steps, seed
@@ -115,22 +141,21 @@ class Trainer:
         module = task.model().to(self.device) if self.device else task.model()
         self.model = DistributedDataParallel(module)
         self.state: hooks.HookState | None = None
-        options: dict[str, Any] = {"seed": seed, "timeout": timeout}
-        if simulated_rate is not None:
-            options["transport"] = simulated(simulated_rate)
+        self.tally = Tally(transport)
+        options: dict[str, Any] = {"seed": seed, "timeout": timeout, "transport": self.tally}
         if name in OPTIMISERS:
             rate = 3 * task.lr if name == "onebit_lamb" else task.lr
             freeze = {"freeze_step": max(round(WARM_UP_SHARE * steps), 2)}
             self.optimizer = OPTIMISERS[name](self.model, lr=rate, **freeze, **options)
             self.state = self.optimizer.exchange_state  # type: ignore[attr-defined]
         else:
-            if name != "none" or simulated_rate is not None:
+            if name != "none" or transport is not None:
                 self.state = hooks.register(self.model, name, **options)
             parameters = self.model.parameters()
             self.optimizer = (
                 torch.optim.Adam(parameters, lr=task.lr)
                 if task.adaptive
-                else torch.optim.SGD(parameters, lr=task.lr, momentum=0.9)
+                else torch.optim.SGD(parameters, lr=task.lr, momentum=float(os.environ.get("MOM","0.9")))
             )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,
@@ -156,9 +181,10 @@ class Trainer:
             torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    def computation(self, steps: int = 5) -> float:
+    def computation(self, steps: int = 8) -> float:
         """Median seconds of forward and backward alone, on all workers at once."""
         seconds = []
+        dist.barrier()
         with self.model.no_sync():
             for number in range(steps):
                 inputs, targets = self.task.train_batch(number, self.worker, self.workers, self.seed)
@@ -187,36 +213,48 @@ class Trainer:
             evaluations: how many times to look at the test set.
             progress: called after each evaluation.
         """
-        run, seconds, sent = self.run, [], 0
+        run, seconds = self.run, []
+        sent: list[int] = []
+        counted: list[int] = []
         run.compute_seconds = self.computation()
         every = max(self.steps // evaluations, 1)
-        formula = 0.0
-        collectives = 0
         for begin in range(0, self.steps, every):
+            end = min(begin + every, self.steps)
             dist.barrier()
-            before = sent_bytes(interface) if interface else 0
-            for number in range(begin, min(begin + every, self.steps)):
+            before = settled_bytes(interface) if interface else 0
+            for number in range(begin, end):
                 seconds.append(self.step(number))
-            after = sent_bytes(interface) if interface else 0
-            sent += after - before
-            run.steps = len(seconds)
+            sent.append(settled_bytes(interface) - before if interface else 0)
+            counted.append(end - begin)
+            run.steps = end
             accuracy, loss = self.evaluate()
             run.history.append(Checkpoint(run.steps, sum(seconds), accuracy, loss))
             run.step_seconds = statistics.median(seconds)
-            run.wire_bytes_per_step = sent / run.steps
             progress(run)
-        if self.state is None:
-            formula = 2 * (self.workers - 1) / self.workers * 4 * run.parameters
-            collectives = run.steps
-        else:
-            formula = self.state.stats.total.wire_bytes / self.state.stats.steps
-            collectives = self.state.stats.total.collectives
-            if run.name not in OPTIMISERS:
-                formula = self.state.formula_bytes()
-        run.formula_bytes_per_step, run.collectives_per_step = formula, collectives / run.steps
-        if self.state is not None:
-            self.state.close()
+        if interface:  # without the first steps, in which DDP and the hook also settle who exchanges what
+            run.wire_bytes_per_step = sum(sent[1:] or sent) / sum(counted[1:] or counted)
+        self._close()
         return run
+
+    def _close(self) -> None:
+        """Fill in what the formulas say, and end the lane."""
+        run = self.run
+        if self.state is None:
+            run.formula_bytes_per_step = 2 * (self.workers - 1) / self.workers * 4 * run.parameters
+            run.collectives_per_step = {"all_reduce": float(self._buckets())}
+            return
+        stats = self.state.stats
+        if run.name in OPTIMISERS:  # whose phases send different amounts
+            run.formula_bytes_per_step = stats.total.wire_bytes / stats.steps
+        else:
+            run.formula_bytes_per_step = self.state.formula_bytes()
+        run.collectives_per_step = {kind: number / stats.steps for kind, number in self.tally.count.items()}
+        self.state.close()
+
+    def _buckets(self) -> int:
+        """How many messages plain DDP makes of a gradient."""
+        sizes = self.model._get_ddp_logging_data().get("rebuilt_bucket_sizes") or "one"
+        return len(str(sizes).split(","))
 
 
 def slowest(run: Run) -> Run:
@@ -225,7 +263,8 @@ def slowest(run: Run) -> Run:
     dist.all_gather_object(everyones, run)
     run.step_seconds = max(each.step_seconds for each in everyones)
     run.compute_seconds = max(each.compute_seconds for each in everyones)
-    run.wire_bytes_per_step = statistics.mean(each.wire_bytes_per_step for each in everyones)
+    counted = [each.wire_bytes_per_step for each in everyones if each.wire_bytes_per_step is not None]
+    run.wire_bytes_per_step = statistics.mean(counted) if counted else None
     run.formula_bytes_per_step = statistics.mean(each.formula_bytes_per_step for each in everyones)
     for number, checkpoint in enumerate(run.history):
         checkpoint.seconds = max(each.history[number].seconds for each in everyones)
@@ -241,6 +280,7 @@ def work(
     interface: str | None,
     simulated_rate: float | None,
     evaluations: int,
+    probed: bool,
 ) -> None:
     """A worker's whole life: every row and seed in turn; rank 0 reports each event as a line of JSON."""
 
@@ -249,11 +289,14 @@ def work(
             report.write(json.dumps({"kind": kind, **content}) + "\n")
             report.flush()
 
-    if interface is not None and dist.get_world_size() > 1:
-        tell("probe", bits_per_second=probe_bits_per_second())
+    workers = dist.get_world_size()
+    transport = None if simulated_rate is None else simulated(simulated_rate, workers)
+    if probed and workers > 1:
+        parameters = sum(parameter.numel() for parameter in task.model().parameters())
+        tell("probe", **asdict(probe(parameters, interface, transport)))
     for name in names:
         for seed in seeds:
-            trainer = Trainer(task, name, steps, seed, simulated_rate)
+            trainer = Trainer(task, name, steps, seed, transport)
             run = trainer.train(
                 interface,
                 evaluations,
@@ -261,6 +304,13 @@ def work(
             )
             tell("run", seed=seed, **asdict(slowest(run)))
             del trainer
+
+
+def end_with_standard_input() -> None:
+    """End this process when whoever started it has gone, even if killed."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
 
 
 @click.command(help=__doc__)
@@ -273,6 +323,8 @@ def work(
 @click.option("--evaluations", type=click.IntRange(min=1), default=15, show_default=True)
 @click.option("--interface", help="Network interface whose byte counter is read.")
 @click.option("--simulated-rate", type=float, help="Simulate a link of so many bits per second.")
+@click.option("--probe", "probed", is_flag=True, help="Measure the link first.")
+@click.option("--leashed", is_flag=True, help="End when standard input is closed.")
 @click.option("--plugin", multiple=True, metavar="MODULE", help="Import a module that registers compressors.")
 @click.option("--report", type=click.File("w"), default="-", help="Where rank 0 writes events as JSON lines.")
 def main(
@@ -284,9 +336,13 @@ def main(
     evaluations: int,
     interface: str | None,
     simulated_rate: float | None,
+    probed: bool,
+    leashed: bool,
     plugin: tuple[str, ...],
     report: TextIO,
 ) -> None:
+    if leashed:
+        threading.Thread(target=end_with_standard_input, daemon=True).start()
     for module in plugin:
         importlib.import_module(module)
     try:
@@ -310,6 +366,7 @@ def main(
             interface,
             simulated_rate,
             evaluations,
+            probed,
         )
     finally:
         dist.destroy_process_group()
