@@ -8,7 +8,6 @@ Writes experiments/results/compare.json and compare.png.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import platform
@@ -27,6 +26,7 @@ import click
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 import compress
 from compress import registry
@@ -34,7 +34,7 @@ from experiments.links import RATES, Link, open_link
 from experiments.probe import FRAME_OVERHEAD
 from experiments.report import BASELINE, Row, as_json, make_rows, plot, table, verdict
 from experiments.tasks import TASKS
-from experiments.train import check_name
+from experiments.train import check_name, import_plugins
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -103,7 +103,6 @@ def started(
                         stdin=subprocess.PIPE,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        cwd=ROOT,
                     )
                 )
         yield processes
@@ -194,8 +193,7 @@ def main(
     seeds: tuple[int, ...],
     quick: bool,
 ) -> None:
-    for module in plugin:
-        importlib.import_module(module)
+    import_plugins(plugin)
     if everything:
         names = tuple(str(cls()) for cls in registry.values() if not cls.is_wrapper)
     names = names or (QUICK_ROWS if quick else ROWS)[task_name]
@@ -221,7 +219,7 @@ def main(
         try:
             events = run_workers(link, workers, names, seeds, steps, arguments)
         except WorkerFailed as failure:
-            console.print(f"[red]{failure}[/red]")
+            console.print(Text(str(failure), style="red"))
             raise SystemExit(1) from failure
         except KeyboardInterrupt:
             raise SystemExit(130) from None

@@ -155,7 +155,7 @@ class Trainer:
             self.optimizer = (
                 torch.optim.Adam(parameters, lr=task.lr)
                 if task.adaptive
-                else torch.optim.SGD(parameters, lr=task.lr, momentum=float(os.environ.get("MOM","0.9")))
+                else torch.optim.SGD(parameters, lr=task.lr, momentum=float(os.environ.get("MOM", "0.9")))
             )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,
@@ -226,30 +226,32 @@ class Trainer:
                 seconds.append(self.step(number))
             sent.append(settled_bytes(interface) - before if interface else 0)
             counted.append(end - begin)
+            if begin == 0:  # what DDP and the hook settle at the beginning is not the exchange
+                settling = Counter(self.tally.count)
             run.steps = end
             accuracy, loss = self.evaluate()
             run.history.append(Checkpoint(run.steps, sum(seconds), accuracy, loss))
             run.step_seconds = statistics.median(seconds)
             progress(run)
-        if interface:  # without the first steps, in which DDP and the hook also settle who exchanges what
-            run.wire_bytes_per_step = sum(sent[1:] or sent) / sum(counted[1:] or counted)
-        self._close()
-        return run
-
-    def _close(self) -> None:
-        """Fill in what the formulas say, and end the lane."""
-        run = self.run
+        # Without the first steps, in which DDP and the hook also settle who exchanges what.
+        if len(counted) > 1:
+            sent, counted, messages = sent[1:], counted[1:], self.tally.count - settling
+        else:
+            messages = self.tally.count
+        if interface:
+            run.wire_bytes_per_step = sum(sent) / sum(counted)
         if self.state is None:
             run.formula_bytes_per_step = 2 * (self.workers - 1) / self.workers * 4 * run.parameters
             run.collectives_per_step = {"all_reduce": float(self._buckets())}
-            return
-        stats = self.state.stats
-        if run.name in OPTIMISERS:  # whose phases send different amounts
-            run.formula_bytes_per_step = stats.total.wire_bytes / stats.steps
         else:
-            run.formula_bytes_per_step = self.state.formula_bytes()
-        run.collectives_per_step = {kind: number / stats.steps for kind, number in self.tally.count.items()}
-        self.state.close()
+            stats = self.state.stats
+            if run.name in OPTIMISERS:  # whose phases send different amounts
+                run.formula_bytes_per_step = stats.total.wire_bytes / stats.steps
+            else:
+                run.formula_bytes_per_step = self.state.formula_bytes()
+            run.collectives_per_step = {kind: number / sum(counted) for kind, number in messages.items()}
+            self.state.close()
+        return run
 
     def _buckets(self) -> int:
         """How many messages plain DDP makes of a gradient."""
@@ -306,6 +308,21 @@ def work(
             del trainer
 
 
+def import_plugins(modules: Sequence[str]) -> None:
+    """Let modules register their compressors.
+
+    Raises:
+        click.UsageError: one cannot be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise click.UsageError(
+                f"--plugin {module}: {error}; give the name of a module in this folder or on PYTHONPATH"
+            ) from error
+
+
 def end_with_standard_input() -> None:
     """End this process when whoever started it has gone, even if killed."""
     while os.read(0, 1):
@@ -343,8 +360,7 @@ def main(
 ) -> None:
     if leashed:
         threading.Thread(target=end_with_standard_input, daemon=True).start()
-    for module in plugin:
-        importlib.import_module(module)
+    import_plugins(plugin)
     try:
         names = tuple(check_name(name) for name in names)
         task = TASKS[task_name](data)
