@@ -6,7 +6,8 @@ and logging act on the local gradient, and nothing that is not a gradient ever s
 """
 
 # No postponed annotations: this file defines a hook (see hooks/ddp.py).
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.compressor import Compressor
+from compress.driver import all_finite
 from compress.requests import AllReduce
 from hooks.ddp import gradient_views
+from hooks.errors import ExchangeError
 from hooks.state import GradientBucket, HookState
+
+SEGMENT = 1 << 15
+"""Elements handled at a time on CPU: small enough for several tensors' worth to stay in a core's cache."""
 
 
 def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -33,13 +39,35 @@ def optimizer_hook(optimizer: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def adams_bound(beta1: float, beta2: float) -> float:
-    """The most that Adam moves an element in one step, in units of lr (Kingma & Ba, 2015, section 2.1)."""
+    """What Adam moves an element at most in one step, in units of lr (Kingma & Ba, 2015, section 2.1): by its first
+    gradient after a long time."""
     return max(1.0, (1 - beta1) / (1 - beta2) ** 0.5)
 
 
 def real(tensor: Tensor) -> Tensor:
     """Complex tensors as pairs of real numbers, all others as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """The dtype of what is kept for a parameter in the compressed stage: float32, or float64 for double."""
+    return torch.promote_types(real(tensor).dtype, torch.float32)
+
+
+def in_cache(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Equally shaped tensors in short flat pieces, so that several passes over a piece cost one through memory.
+
+    On a device, or where a tensor is not contiguous, there is one piece.
+    """
+    if tensors[0].device.type == "cpu" and all(tensor.is_contiguous() for tensor in tensors):
+        return zip(*(tensor.view(-1).split(SEGMENT) for tensor in tensors), strict=True)
+    return [tensors]
+
+
+def stays_put(denominator: Tensor) -> Tensor | None:
+    """Which elements never had a gradient, or None if all had one."""
+    never = denominator.isinf()
+    return never if bool(never.any()) else None
 
 
 class CompressedOptimizer(torch.optim.Optimizer):
@@ -54,7 +82,8 @@ class CompressedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         exchange_state: the HookState, for statistics.
-        skipped: steps that were left out because a gradient was non-finite on some rank.
+        skipped: steps that `step()` left out because a gradient was non-finite, on any rank (in a step without
+            communication: on this one). Those that a GradScaler leaves out never reach `step()`.
     """
 
     def __init__(
@@ -73,7 +102,14 @@ class CompressedOptimizer(torch.optim.Optimizer):
             )
         if getattr(model, "_comm_hooks", None):
             raise RuntimeError(f"{name} brings its own communication hook, but this model has one already")
+        if "grad_scaler" in options:
+            raise TypeError(
+                f"{name} takes no grad_scaler: what it exchanges carries no loss scale, since gradients are unscaled "
+                "before step(); use the scaler as with any optimiser"
+            )
+        check_hyperparameters(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
         trainable = {p for p in model.module.parameters() if p.requires_grad}
+        self._complete = False
         super().__init__(trainable_in_order(model) if params is None else params, defaults)
         given = {p for group in self.param_groups for p in group["params"]}
         if given != trainable:
@@ -81,13 +117,30 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 f"{name} must hold all trainable parameters of the model, since it averages their gradients: "
                 f"{len(trainable - given)} are missing, {len(given - trainable)} are not the model's"
             )
+        for group in self.param_groups:
+            check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        self._complete = True
         self.exchange_state = HookState(compressor, model=model, **options)
         self.exchange_state.exact = True
         self.skipped = 0
         self._arrived = False
-        self._non_finite = False
+        self._exact_step: Any = None
+        self._non_finite: bool | Tensor = False
         self._buffers: list[Tensor] = []
         model.register_comm_hook(self, optimizer_hook)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only for the constructor.
+
+        Raises:
+            RuntimeError: afterwards, since every trainable parameter of the model is in a group already.
+        """
+        if getattr(self, "_complete", False):
+            raise RuntimeError(
+                f"{type(self).__name__} takes its parameter groups when it is made (params=): what DDP does not "
+                "average cannot be added later"
+            )
+        super().add_param_group(param_group)
 
     # ------------------------------------------------------------------ backward
 
@@ -96,34 +149,61 @@ class CompressedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _take_in(self, bucket: dist.GradBucket) -> "Future[Tensor]":
+        buffer = bucket.buffer()
+        if bucket.index() == 0:
+            self._begin()
         self._arrived = True
         if self._averages_gradients():
-            self._non_finite = False
             self.exchange_state.exact = True
-            return self.exchange_state.submit(GradientBucket(gradient_views(bucket), bucket.buffer(), bucket.is_last()))
+            self._exact_step = self.exchange_state._step
+            return self.exchange_state.submit(GradientBucket(gradient_views(bucket), buffer, bucket.is_last()))
         self.exchange_state.raise_if_failed()
-        self._buffers.append(bucket.buffer())
+        self._buffers.append(buffer)
         if bucket.is_last():
             self._agree_on_finiteness()
             self._buffers.clear()
-        future: Future[Tensor] = Future()
-        future.set_result(bucket.buffer())
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type == "cuda" else None)
+        future.set_result(buffer)
         return future
 
+    def _begin(self) -> None:
+        """The first bucket of a backward."""
+        self._exact_step, self._non_finite = None, False
+        self._buffers.clear()
+
     def _agree_on_finiteness(self) -> None:
-        """A non-finite gradient on one rank makes those of all ranks NaN, so that all skip the step."""
-        if not self._needs_agreement():
-            return
-        finite = torch.stack([buffer.isfinite().all() for buffer in self._buffers]).all()
-        (bad,) = self.exchange_state.perform(AllReduce(((~finite).float().reshape(1),)))
-        self._non_finite = bool(bad > 0)
-        if self._non_finite:
+        """A non-finite gradient on one rank makes those of all ranks NaN, so that all skip the step.
+
+        Where the step is not collective the gradients of each rank decide for that rank alone.
+        """
+        device = self._buffers[0].device
+        verdicts = [torch.as_tensor(all_finite(real(buffer)), device=device) for buffer in self._buffers]
+        bad = ~torch.stack(verdicts).all()
+        if self._needs_agreement():
+            own = torch.tensor(self._also_averaged(), dtype=torch.float64, device=device)
+            (mean,) = self.exchange_state.perform(AllReduce((torch.cat((bad.double().reshape(1), own)),)))
+            bad = mean[0] > 0
+            self._averaged = mean[1:]
             for buffer in self._buffers:
-                buffer.fill_(torch.nan)
+                if device.type != "cpu":
+                    buffer.masked_fill_(bad, torch.nan)
+                elif bad:
+                    buffer.fill_(torch.nan)
+        self._non_finite = bad
 
     def _needs_agreement(self) -> bool:
         """Whether the coming step is collective."""
         return True
+
+    def _also_averaged(self) -> list[float]:
+        """Numbers whose mean over the ranks `_averaged` is to be, in the message of the agreement."""
+        return []
+
+    def _left_out(self) -> bool:
+        """Whether the step under way is to be skipped; waits for a device."""
+        if self._exact_step is not None:
+            return not bool(self._exact_step.committed)
+        return bool(self._non_finite)
 
     # ------------------------------------------------------------------ step
 
@@ -145,7 +225,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
                 "through the DistributedDataParallel model (the last micro-batch outside no_sync())"
             )
         self._arrived = False
-        if self._non_finite:
+        if self._left_out():
             self.skipped += 1
         else:
             self._update()
@@ -158,11 +238,26 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Every parameter with its group."""
         return [(group, parameter) for group in self.param_groups for parameter in group["params"]]
 
+    def _exchange(self, tensors: Mapping[Tensor, Tensor], idle: Collection[Tensor]) -> None:
+        """Compressed mean of tensors over the ranks, in place.
+
+        Raises:
+            ExchangeError: something was non-finite on some rank, though no gradient was after backward.
+        """
+        self.exchange_state.exact = False
+        if not self.exchange_state.exchange(tensors, idle):
+            raise ExchangeError(
+                f"{type(self).__name__} had something non-finite to exchange on some rank, though all gradients were "
+                "finite after backward: either they were changed before step() (clipping by a non-finite norm?), or "
+                "the parameters have diverged; the optimiser cannot go on, resume from a checkpoint"
+            )
+
     def _average_now(self, parameters: list[Tensor]) -> None:
         """Average local gradients exactly: of parameters that are not in the compressed stage yet."""
         if not parameters:
             return
-        means = self.exchange_state.perform(AllReduce(tuple(real(p.grad).float() for p in parameters)))  # type: ignore[arg-type]
+        dtype = torch.float64 if any(wide(p) == torch.float64 for p in parameters) else torch.float32
+        means = self.exchange_state.perform(AllReduce(tuple(real(p.grad).to(dtype) for p in parameters)))  # type: ignore[arg-type]
         for parameter, mean in zip(parameters, means, strict=True):
             real(parameter.grad).copy_(mean)  # type: ignore[arg-type]
 
@@ -179,7 +274,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """As torch's, with the error memories of this rank: save one per rank. Loads with weights_only=True."""
         return {
             **super().state_dict(),
-            "stage": {**self._extra_state(), "skipped": self.skipped},
+            "stage": {"optimizer": type(self).__name__, **self._extra_state(), "skipped": self.skipped},
             "exchange": self.exchange_state.state_dict(),
         }
 
@@ -187,20 +282,40 @@ class CompressedOptimizer(torch.optim.Optimizer):
         """Continue from a checkpoint of this rank, bitwise as if never stopped.
 
         Raises:
-            ValueError: it is not one of this optimiser on this rank; says what differs.
+            ValueError: it is not one of this optimiser on this rank; says what differs. Nothing has changed then.
         """
-        for key in ("stage", "exchange"):
+        name = type(self).__name__
+        for key in ("stage", "exchange", "state", "param_groups"):
             if key not in state_dict:
-                raise ValueError(f"the state dict has no {key!r}: it is not one of {type(self).__name__}")
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        # torch casts state to the parameters' dtype; frozen denominators and updates are float32.
-        for parameter, saved in zip((p for _, p in self._grouped()), _in_order(state_dict), strict=True):
-            for name, value in saved.items():
-                if isinstance(value, Tensor) and name != "step":
-                    self.state[parameter][name] = value.to(parameter.device, copy=True)
-        self.skipped = state_dict["stage"]["skipped"]
-        self._load_extra_state(state_dict["stage"])
+                raise ValueError(f"the state dict has no {key!r}: it is not one of {name}")
+        if state_dict["stage"]["optimizer"] != name:
+            raise ValueError(f"the state dict is one of {state_dict['stage']['optimizer']}, not of {name}")
+        sizes, mine = ([len(g["params"]) for g in groups] for groups in (state_dict["param_groups"], self.param_groups))
+        if sizes != mine:
+            raise ValueError(f"the state dict has groups of {sizes} parameters, this {name} has groups of {mine}")
+        saved_states = _in_order(state_dict)
+        for number, ((_, parameter), saved) in enumerate(zip(self._grouped(), saved_states, strict=True)):
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != real(parameter).shape:
+                    raise ValueError(
+                        f"the state dict is of another model: parameter {number} has the shape "
+                        f"{list(real(parameter).shape)}, its {key!r} there {list(value.shape)}"
+                    )
         self.exchange_state.load_state_dict(state_dict["exchange"])
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        # torch casts state to the parameters' dtype, and shares the counters with the dict that it was given.
+        for (_, parameter), saved in zip(self._grouped(), saved_states, strict=True):
+            for key, value in saved.items():
+                if isinstance(value, Tensor):
+                    device = "cpu" if key in HOST_STATE else parameter.device
+                    self.state[parameter][key] = value.to(device, copy=True)
+        self.skipped = state_dict["stage"]["skipped"]
+        self._arrived, self._exact_step, self._non_finite = False, None, False
+        self._load_extra_state(state_dict["stage"])
+
+
+HOST_STATE = ("step", "updates")
+"""Counters per parameter, which stay on the host."""
 
 
 def trainable_in_order(model: DistributedDataParallel) -> list[Tensor]:
@@ -215,17 +330,21 @@ def _in_order(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def check_hyperparameters(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raise ValueError, naming the argument, unless they are legal for Adam."""
-    if not (isinstance(lr, (int, float)) and lr >= 0):
+    if not (_is_number(lr) and lr >= 0):
         raise ValueError(f"lr must be a number of at least 0, got {lr!r}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
         raise ValueError(f"betas must be two numbers with 0 <= beta < 1, got {betas!r}")
-    if not eps > 0:
-        raise ValueError(f"eps must be greater than 0, got {eps!r}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay!r}")
+    if not (_is_number(eps) and eps > 0):
+        raise ValueError(f"eps must be a number greater than 0, got {eps!r}")
+    if not (_is_number(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"weight_decay must be a number of at least 0, got {weight_decay!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_count(name: str, value: int | None, low: int) -> None:
-    """Raise ValueError unless the value is an int of at least `low`, or None."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+    """Raise ValueError unless the value is an int of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(f"{name} must be an int of at least {low}, got {value!r}")

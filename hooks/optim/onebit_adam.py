@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.compressor import Compressor
-from hooks.optim.base import CompressedOptimizer, adams_bound, check_count, check_hyperparameters, real
+from hooks.optim.base import CompressedOptimizer, adams_bound, check_count, in_cache, real, stays_put, wide
 
 
 def adam_update(parameter: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
@@ -31,23 +31,17 @@ def adam_update(parameter: Tensor, grad: Tensor, state: dict[str, Any], group: M
 
 
 def freeze(state: dict[str, Any], group: Mapping[str, Any]) -> None:
-    """Turn Adam's moments into a fixed denominator and the momentum divided by it, both float32.
+    """Turn Adam's moments into a fixed denominator and the momentum divided by it, both at least float32.
 
-    The variance is corrected for its bias once, here. Where it is exactly zero the element has never had a
-    gradient: its denominator is infinite, so that it stays where it is.
+    Both moments are corrected for their bias once, here. Where the variance is exactly zero the element has never
+    had a gradient: its denominator is infinite, so that it stays where it is.
     """
     beta1, beta2 = group["betas"]
-    step, variance = state["step"].item(), state.pop("exp_avg_sq").float()
+    step, dtype = state["step"].item(), wide(state["exp_avg"])
+    variance, momentum = state.pop("exp_avg_sq").to(dtype), state.pop("exp_avg").to(dtype)
     denominator = (variance / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    denominator.masked_fill_(variance == 0, torch.inf)
-    state["denominator"] = denominator
-    state["update"] = state.pop("exp_avg").float().div_(1 - beta1**step).div_(denominator)
-
-
-def stays_put(denominator: Tensor) -> Tensor | None:
-    """Which elements never had a gradient, or None if all had one."""
-    never = denominator.isinf()
-    return never if bool(never.any()) else None
+    state["denominator"] = denominator.masked_fill_(variance == 0, torch.inf)
+    state["update"] = momentum.div_(1 - beta1**step).div_(denominator)
 
 
 class FrozenVariance(CompressedOptimizer):
@@ -72,15 +66,13 @@ class FrozenVariance(CompressedOptimizer):
         compressor: Compressor | str,
         options: Mapping[str, Any],
     ) -> None:
-        check_hyperparameters(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
-        check_count("freeze_step", freeze_step, 1)
+        if freeze_step is not None:
+            check_count("freeze_step", freeze_step, 1)
         super().__init__(model, params, defaults, compressor, options)
-        for group in self.param_groups:
-            check_hyperparameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
         self.freeze_step = freeze_step
         self.frozen_at: int | None = None
         self._steps = 0
-        self._variance_norms: list[float] = []
+        self._variance_norm: float | None = None
         self._never: dict[Tensor, Tensor | None] = {}
 
     @property
@@ -110,13 +102,15 @@ class FrozenVariance(CompressedOptimizer):
         period = max(round(1 / (1 - group["betas"][1])) for group in self.param_groups)
         if self._steps % period:
             return False
-        correction = 1 - max(group["betas"][1] for group in self.param_groups) ** self._steps
-        norms = [self.state[p]["exp_avg_sq"].float().sum() for _, p in self._grouped() if self.state[p]]
-        self._variance_norms.append(float(torch.stack(norms).sum()) / correction)
-        if len(self._variance_norms) < 2:
-            return False
-        before, now = sorted(self._variance_norms[-2:])
-        return before >= 0.96 * now
+        norms = [
+            self.state[p]["exp_avg_sq"].sum(dtype=torch.float32)
+            / (1 - group["betas"][1] ** float(self.state[p]["step"]))
+            for group, p in self._grouped()
+            if self.state[p]
+        ]
+        before, now = self._variance_norm, float(sum(norm.cpu() for norm in norms))
+        self._variance_norm = now
+        return before is not None and min(before, now) >= 0.96 * max(before, now)
 
     def _freeze(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         freeze(self.state[parameter], group)
@@ -131,39 +125,41 @@ class FrozenVariance(CompressedOptimizer):
         young = [p for _, p in grouped if "denominator" not in self.state[p]]
         late = [p for p in young if p.grad is not None]
         self._average_now(late)
+        in_warm_up = set(late)
         momenta: dict[Tensor, Tensor] = {}
         idle: set[Tensor] = set()
         for group, parameter in grouped:
             state = self.state[parameter]
             if parameter.grad is None or "denominator" not in state:
                 idle.add(parameter)
-                momenta[parameter] = torch.zeros_like(real(parameter), dtype=torch.float32)
+                momenta[parameter] = torch.zeros_like(real(parameter), dtype=wide(parameter))
             else:
-                momenta[parameter] = self._local_momentum(parameter, state, group)
-        self.exchange_state.exact = False
-        self.exchange_state.exchange(momenta, idle)
+                self._take_gradient_in(parameter, state, group)
+                momenta[parameter] = state["update"]
+        self._exchange(momenta, idle)
         for group, parameter in grouped:
-            state = self.state[parameter]
-            if parameter in idle:
-                continue
-            never = self._never[parameter]
-            if never is not None:
-                momenta[parameter].masked_fill_(never, 0)
-            self._apply(parameter, momenta[parameter], state, group)
+            if parameter not in idle:
+                self._apply(parameter, self.state[parameter], self._never[parameter], group)
         for group, parameter in grouped:
-            if parameter in late:
+            if parameter in in_warm_up:
                 self._warm_update(parameter, parameter.grad, self.state[parameter], group)  # type: ignore[arg-type]
                 if self.state[parameter]["step"] >= self.frozen_at:
                     self._freeze(parameter, group)
 
-    def _local_momentum(self, parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> Tensor:
-        """beta1 z + (1 - beta1) g / D with this rank's gradient; in the place of z."""
-        beta1, beta2 = group["betas"]
+    def _take_gradient_in(self, parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+        """z <- beta1 z + (1 - beta1) g / D with this rank's gradient, within what Adam itself could reach."""
+        beta1 = group["betas"][0]
+        bound, decay = self._bound(state, group), 0.0 if self._decouples(group) else group["weight_decay"]
         grad = real(parameter.grad)  # type: ignore[arg-type]
-        if group["weight_decay"] and not self._decouples(group):
-            grad = grad.add(real(parameter), alpha=group["weight_decay"])
-        bound = adams_bound(beta1, beta2)
-        return state["update"].lerp_(grad.float() / state["denominator"], 1 - beta1).clamp_(-bound, bound)
+        for update, g, p, denominator in in_cache(state["update"], grad, real(parameter), state["denominator"]):
+            update.mul_(beta1).addcdiv_(g, denominator, value=1 - beta1)
+            if decay:
+                update.addcdiv_(p, denominator, value=(1 - beta1) * decay)
+            update.clamp_(-bound, bound)
+
+    def _bound(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+        """The largest magnitude of momentum over denominator that warm-up itself could have brought."""
+        return adams_bound(*group["betas"])
 
     def _decouples(self, group: Mapping[str, Any]) -> bool:
         raise NotImplementedError
@@ -171,16 +167,17 @@ class FrozenVariance(CompressedOptimizer):
     def _warm_update(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def _apply(self, parameter: Tensor, update: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
-        """Move the parameter by the averaged momentum; `update` becomes the state's."""
+    def _apply(self, parameter: Tensor, state: dict[str, Any], never: Tensor | None, group: Mapping[str, Any]) -> None:
+        """Move the parameter by the averaged momentum, which is `state["update"]` already; not where `never`."""
         raise NotImplementedError
 
     def _extra_state(self) -> dict[str, Any]:
-        return {"steps": self._steps, "frozen_at": self.frozen_at, "variance_norms": list(self._variance_norms)}
+        return {"steps": self._steps, "frozen_at": self.frozen_at, "variance_norm": self._variance_norm}
 
     def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
         self._steps, self.frozen_at = extra["steps"], extra["frozen_at"]
-        self._variance_norms = list(extra["variance_norms"])
+        self._variance_norm = extra["variance_norm"]
+        self._never.clear()
         for _, parameter in self._grouped():
             if "denominator" in self.state[parameter]:
                 self._remember_never(parameter)
@@ -242,8 +239,10 @@ class OneBitAdam(FrozenVariance):
     def _warm_update(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         adam_update(parameter, grad, state, group)
 
-    def _apply(self, parameter: Tensor, update: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    def _apply(self, parameter: Tensor, state: dict[str, Any], never: Tensor | None, group: Mapping[str, Any]) -> None:
         state["step"] += 1
+        if never is not None:
+            state["update"].masked_fill_(never, 0)
         if group["weight_decay"] and group["decoupled_weight_decay"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        real(parameter).add_(update, alpha=-group["lr"])
+        real(parameter).add_(state["update"], alpha=-group["lr"])

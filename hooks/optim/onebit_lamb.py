@@ -8,14 +8,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from compress.compressor import Compressor
-from hooks.optim.base import real
+from hooks.optim.base import in_cache, real, wide
 from hooks.optim.onebit_adam import FrozenVariance
 
 
-def trust_ratio(parameter: Tensor, update: Tensor, low: float, high: float) -> float:
-    """LAMB's |p| / |update|, within [low, high]; 1 where either is zero."""
-    size, length = float(parameter.norm()), float(update.norm())
-    return min(max(size / length, low), high) if size > 0 and length > 0 else 1.0
+def trust_ratio(parameter: Tensor, update: Tensor, low: float, high: float) -> Tensor:
+    """LAMB's |p| / |update|, within [low, high]; 1 where either is zero. A 0-d tensor: a device is not waited for."""
+    size, length = norm(parameter), norm(update)
+    return torch.where((size > 0) & (length > 0), (size / length).clamp(low, high), 1.0)
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """The 2-norm, in float32 at least."""
+    return torch.linalg.vector_norm(tensor, dtype=wide(tensor))
 
 
 class OneBitLamb(FrozenVariance):
@@ -84,54 +89,68 @@ class OneBitLamb(FrozenVariance):
 
     def _warm_update(self, parameter: Tensor, grad: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        p, grad = real(parameter), real(grad)
+        p, g = real(parameter), real(grad).to(wide(parameter))
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            state["coeff"], state["factor"] = torch.tensor(0.0), torch.tensor(1.0)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(g), torch.zeros_like(g)
+            state["coeff"], state["factor"] = (
+                torch.full((), value, dtype=g.dtype, device=g.device) for value in (0, 1)
+            )
         state["step"] += 1
-        state["exp_avg"].lerp_(grad, 1 - beta1)
-        state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["exp_avg"].lerp_(g, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
         update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"])
         if group["weight_decay"]:
             update.add_(p, alpha=group["weight_decay"])
-        ratio = trust_ratio(p, update, *group["coeff_bounds"])
-        if ratio != 1.0:
-            state["coeff"].lerp_(torch.tensor(ratio), 1 - group["coeff_beta"])
-        p.add_(update, alpha=-group["lr"] * ratio)
+        ratio, coeff = trust_ratio(p, update, *group["coeff_bounds"]), state["coeff"]
+        # The average begins with the first ratio, not with zero, or a short warm-up would leave too small a rate.
+        average = torch.where(coeff == 0, ratio, coeff.lerp(ratio, 1 - group["coeff_beta"]))
+        coeff.copy_(torch.where(ratio == 1, coeff, average))
+        p.addcmul_(update, ratio, value=-group["lr"])
+
+    def _bound(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+        # LAMB's variance is not corrected, so that after a short warm-up its updates are larger than Adam's.
+        return super()._bound(state, group) / (1 - group["betas"][1] ** state["warm_steps"]) ** 0.5
 
     def _freeze(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """As Adam's, but LAMB corrects no bias."""
         state = self.state[parameter]
-        state["fresh_variance"] = state["exp_avg_sq"].float().clone()
-        # LAMB as implemented by its users corrects no bias; keep the units of the trust ratio.
-        variance, momentum = state.pop("exp_avg_sq").float(), state.pop("exp_avg").float()
+        variance, momentum = state.pop("exp_avg_sq"), state.pop("exp_avg")
         state["denominator"] = variance.sqrt().add_(group["eps"]).masked_fill_(variance == 0, torch.inf)
+        state["fresh_variance"] = variance
         state["update"] = momentum.div_(state["denominator"])
-        if state["coeff"] == 0:
-            state["coeff"].fill_(1.0)
+        state["warm_steps"] = int(state["step"])
         state["last_update"] = state["update"].clone()
+        state["coeff"].masked_fill_(state["coeff"] == 0, 1.0)
         self._remember_never(parameter)
 
-    def _apply(self, parameter: Tensor, update: Tensor, state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    def _apply(self, parameter: Tensor, state: dict[str, Any], never: Tensor | None, group: Mapping[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        p, denominator = real(parameter), state["denominator"]
+        p, update, weight_decay = real(parameter), state["update"], group["weight_decay"]
         state["step"] += 1
-        # The mean gradient, from two momenta that are equal on all ranks.
-        grad = (update - beta1 * state["last_update"]).div_(1 - beta1).mul_(denominator)
-        never = self._never[parameter]
+        if not update.numel():
+            return
         if never is not None:
-            grad.masked_fill_(never, 0)
-        state["fresh_variance"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        moved = denominator / state["fresh_variance"].sqrt().add_(group["eps"])
-        if never is not None:
-            moved.masked_fill_(never, 0)
-        state["last_update"].copy_(update)
-        step = update.add(p, alpha=group["weight_decay"]) if group["weight_decay"] else update
-        share = min(1.0, float(update.norm()) / max(float(step.norm()), 1e-30))
+            update.masked_fill_(never, 0)
+        largest = []
+        pieces = (update, state["last_update"], state["denominator"], state["fresh_variance"])
+        for z, last, denominator, variance in in_cache(*pieces):
+            # The mean gradient, from two momenta that are equal on all ranks: D (z - beta1 last) / (1 - beta1).
+            grad = torch.sub(z, last, alpha=beta1).mul_(denominator)
+            if never is not None:
+                grad.masked_fill_(denominator.isinf(), 0)
+            variance.mul_(beta2).addcmul_(grad, grad, value=(1 - beta2) / (1 - beta1) ** 2)
+            moved = torch.sqrt(variance, out=grad).add_(group["eps"]).reciprocal_().mul_(denominator)
+            largest.append(moved.masked_fill_(denominator.isinf(), 0).max() if never is not None else moved.max())
+            last.copy_(z)
         low, high, threshold = group["factor_bounds"]
-        last = float(state["factor"])
-        factor = float(moved.max()) * share + (1 - share)
-        factor = min(max(factor, low), high)
-        factor = min(max(factor, last * (1 - threshold)), last * (1 + threshold))
-        state["factor"].fill_(factor)
-        p.add_(step, alpha=-group["lr"] * float(state["coeff"]) * factor)
+        factor = torch.stack(largest).max()
+        if weight_decay:
+            share = (norm(update) / norm(update.add(p, alpha=weight_decay)).clamp(min=1e-30)).clamp(max=1.0)
+            factor = factor * share + (1 - share)
+        before = state["factor"]
+        before.copy_(factor.clamp(low, high).clamp(before * (1 - threshold), before * (1 + threshold)))
+        rate = state["coeff"] * before
+        if weight_decay:
+            p.addcmul_(p, rate, value=-group["lr"] * weight_decay)
+        p.addcmul_(update, rate, value=-group["lr"])
