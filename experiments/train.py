@@ -155,7 +155,7 @@ class Trainer:
             self.optimizer = (
                 torch.optim.Adam(parameters, lr=task.lr)
                 if task.adaptive
-                else torch.optim.SGD(parameters, lr=task.lr, momentum=float(os.environ.get("MOM", "0.9")))
+                else torch.optim.SGD(parameters, lr=task.lr, momentum=task.momentum)
             )
         self.schedule = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer,

