@@ -103,3 +103,15 @@ def test_eight_bits_are_better_than_four_by_the_ratio_of_their_steps() -> None:
         IntegerCodec(256, bits).encode_(x)
         square[bits] = float(x.square().sum())
     assert square[4] / square[8] == pytest.approx((127 / 7) ** 2, rel=0.2)
+
+
+def test_the_claimed_contraction_is_nearly_attained() -> None:
+    """One element at the top, all others half a level from zero: nothing of those gets across."""
+    simulation = Simulation("int8:block=256", [(256,)], 1, dtype=torch.float64)
+    delta = simulation.compressor.contraction(simulation.layout)
+    assert delta is not None
+    x = torch.full((256,), 0.499, dtype=torch.float64)
+    x[0] = 127.0
+    (outcome,) = simulation.step([x])
+    left = float(outcome.residual.square().sum() / x.square().sum())
+    assert 0.98 * (1 - delta) < left <= 1 - delta
