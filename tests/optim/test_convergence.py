@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.pool import Pool
 from tests.optim.training import generator, make, rank, same_on_all_ranks, wrapped
+from tests.pool import Pool
 
 STEPS, FREEZE, DIMENSION, NOISE, LR = 400, 200, 400, 0.5, 1e-2
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.optim.pool import Pool
 from tests.optim.training import (
     KINDS,
     Net,
@@ -21,6 +20,7 @@ from tests.optim.training import (
     step,
     wrapped,
 )
+from tests.pool import Pool
 
 each_kind = pytest.mark.parametrize("kind", list(KINDS))
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hooks.optim.zeroone_adam import sync_interval, variance_steps
-from tests.optim.pool import Pool
 from tests.optim.training import Net, Steady, batch, flat, make, parameters, rank, run, step, wrapped
+from tests.pool import Pool
 
 STEPS, FREEZE, LR, EPS = 9, 3, 1e-2, 1e-8
 DOUBLE = torch.float64
@@ -263,6 +263,23 @@ def test_local_steps_and_their_mean(two: Pool) -> None:
             gap = torch.tensor(results[which][number], dtype=DOUBLE) - trajectory[number][which]
             assert float(gap.abs().max()) < SMALL
         assert (results[0][number] == results[1][number]) == (number in (0, 1, 2, 4, 8))
+
+
+def test_what_is_owed_at_the_freeze_goes_into_the_momentum() -> None:
+    """One compressed step lies before the freeze at 3. With it and what it lost the momentum is that of an exact mean,
+    and nothing is owed any more: afterwards the memory holds ways, not gradients."""
+    momenta = []
+    for compressor in ("none", "sign"):
+        model = wrapped(Steady())
+        optimizer = make("zeroone", model, compressor=compressor, freeze_step=3, variance_scaler=1)
+        run(model, optimizer, range(2), DOUBLE)
+        assert not any(memory.any() for memory in optimizer.exchange_state.memory().values())
+        run(model, optimizer, [2], DOUBLE)
+        assert not any(memory.any() for memory in optimizer.exchange_state.memory().values())
+        momenta.append(flat(optimizer.state[p]["update"] for p in model.parameters()))
+        run(model, optimizer, [3], DOUBLE)
+        assert (compressor == "sign") == any(bool(m.any()) for m in optimizer.exchange_state.memory().values())
+    assert float((momenta[0] - momenta[1]).abs().max()) < SMALL
 
 
 def test_steps_of_the_variance_policy() -> None:

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.pool import Pool
 from tests.optim.training import (
     KINDS,
     Net,
@@ -20,6 +19,7 @@ from tests.optim.training import (
     step,
     wrapped,
 )
+from tests.pool import Pool
 
 STEPS = 12
 POISON = (0, 2, 3, 5, 6, 9)

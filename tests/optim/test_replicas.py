@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from hooks.optim.zeroone_adam import variance_steps
-from tests.optim.pool import Pool
 from tests.optim.training import Net, batch, make, rank, same_on_all_ranks, step, wrapped
+from tests.pool import Pool
 
 STEPS, FREEZE = 24, 6
 

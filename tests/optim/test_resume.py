@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.pool import Pool
 from tests.optim.training import (
     KINDS,
     Net,
@@ -23,6 +22,7 @@ from tests.optim.training import (
     step,
     wrapped,
 )
+from tests.pool import Pool
 
 STEPS = 14
 each_kind = pytest.mark.parametrize("kind", list(KINDS))

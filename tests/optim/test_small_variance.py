@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hooks.optim.base import adams_bound
-from tests.optim.pool import Pool
 from tests.optim.training import generator, make, rank, same_on_all_ranks, wrapped
+from tests.pool import Pool
 
 ROWS, WIDTH, LR, FREEZE = 40, 16, 1e-2, 8
 NEVER, ONCE = range(30, 40), range(20, 30)

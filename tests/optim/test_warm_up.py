@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.optim.pool import Pool
 from tests.optim.training import Net, batch, generator, make, parameters, rank, run, wrapped
+from tests.pool import Pool
 
 GROUPS = [
     {"lr": 1e-2, "betas": (0.8, 0.99), "weight_decay": 0.0},
