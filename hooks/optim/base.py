@@ -126,6 +126,7 @@ class CompressedOptimizer(torch.optim.Optimizer):
         self._arrived = False
         self._exact_step: Any = None
         self._non_finite: bool | Tensor = False
+        self._averaged = torch.empty(0)
         self._buffers: list[Tensor] = []
         model.register_comm_hook(self, optimizer_hook)
 

@@ -140,7 +140,7 @@ class OneBitLamb(FrozenVariance):
             if never is not None:
                 grad.masked_fill_(denominator.isinf(), 0)
             variance.mul_(beta2).addcmul_(grad, grad, value=(1 - beta2) / (1 - beta1) ** 2)
-            moved = torch.sqrt(variance, out=grad).add_(group["eps"]).reciprocal_().mul_(denominator)
+            moved = torch.div(denominator, torch.sqrt(variance, out=grad).add_(group["eps"]), out=grad)
             largest.append(moved.masked_fill_(denominator.isinf(), 0).max() if never is not None else moved.max())
             last.copy_(z)
         low, high, threshold = group["factor_bounds"]
