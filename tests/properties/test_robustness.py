@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,6 +47,9 @@ def is_finite(simulation: Simulation) -> bool:
     pattern=st.sampled_from(sorted(PATTERNS)),
     recipe=gaussians,
 )
+@example(torch.float32, [(6, 5), (9,)], 2, 1e-42, "half", Recipe("gaussian", 0))
+@example(torch.float32, [(6, 5), (9,)], 3, 1e-45, "ramp", Recipe("gaussian", 0))
+@example(torch.float32, [(6, 5), (9,)], 4, "largest", "constant", Recipe("gaussian", 0))
 def test_finite_input_of_any_size_gives_finite_output(
     compressor: Compressor,
     dtype: torch.dtype,
