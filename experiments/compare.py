@@ -79,9 +79,9 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def started(
-    link: Link, workers: int, arguments: Sequence[str], folder: Path
+    link: Link, workers: int, arguments: Sequence[str], folder: Path, module: str = "experiments.train"
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The workers, each where the link wants it; killed when the context ends."""
+    """The workers, each running `module` where the link wants it; killed when the context ends."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -91,7 +91,7 @@ def started(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": link.interface,
     }
-    command = [sys.executable, "-m", "experiments.train", "--leashed", *arguments]
+    command = [sys.executable, "-m", module, "--leashed", *arguments]
     processes = []
     try:
         for worker in range(workers):
