@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from compress import (
     BF16,
+    FP16,
     Compressor,
     Exact,
     PowerSGD,
@@ -160,6 +161,7 @@ def test_a_split_is_as_good_as_its_weaker_part() -> None:
     layout = UnitLayout.build([TensorSpec("a", (4, 4)), TensorSpec("b", (7,))], split.place)
     assert split.contraction(layout) == 0.5
     assert split.rounding == BF16().rounding
+    assert Split(FP16()).largest == Split(child=FP16()).largest == FP16().largest < Split().largest
     assert split.law == "conserves"
     assert Split(SignSGD()).law == Split(child=SignSGD()).law == Warmup(Split(SignSGD())).law == "none"
     assert Split(RandomK()).contraction(UnitLayout.build([TensorSpec("a", (4, 4))], Split(RandomK()).place)) is None
