@@ -53,6 +53,7 @@ class Context:
         seed: shared by all workers.
         device: where the arena lives.
         salt: tells units, and the children of one unit, apart in `shared_sample`.
+        arena: room for the estimate, [d], reused from step to step; see `result`.
     """
 
     layout: UnitLayout
@@ -62,6 +63,11 @@ class Context:
     seed: int = 0
     device: torch.device = torch.device("cpu")
     salt: str = ""
+    arena: Tensor | None = None
+
+    def result(self, x: Tensor) -> Tensor:
+        """Room for the estimate, in the form of x, contents undefined: fresh memory would cost more than to fill it."""
+        return torch.empty_like(x) if self.arena is None or self.arena.shape != x.shape else self.arena
 
     def _generator(self, *purpose: object) -> np.random.Generator:
         words = "/".join(map(str, (self.seed, *purpose)))

@@ -90,7 +90,7 @@ class OneBit(Compressor):
                 for (group, codec), chunk in zip(groups, state.server, strict=True)
             ]
         )
-        mean = torch.empty_like(x)
+        mean = ctx.result(x)
         for (group, _), (part, _) in zip(groups, results, strict=True):
             mean[group.start : group.stop] = part
         return mean, OneBitState(tuple(chunk for _, chunk in results))

@@ -114,7 +114,7 @@ class PowerSGD(Compressor):
         q = [each.mT @ m for each, m in zip(p, matrices, strict=True)]
         for m, left, right in zip(matrices, p, q, strict=True):
             m.baddbmm_(left, right, alpha=-1)
-        mean = torch.empty_like(x)
+        mean = ctx.result(x)
         mean[span] = tail
         if not groups:
             return mean, state

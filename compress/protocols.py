@@ -78,7 +78,7 @@ def two_sided(
     for row in range(peers):
         codec.decode_add_(served, tuple(part[row] for part in received), 1 / peers)
     gathered = yield AllGather(tuple(_pad_blocks(part, blocks) for part in codec.encode_(served)))
-    mean = torch.zeros_like(x)
+    mean = ctx.result(x).zero_()
     codec.decode_add_(mean, tuple(part.flatten(0, 1) for part in gathered))
     return mean, Chunk(served, server.start)
 

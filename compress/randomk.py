@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from compress.compressor import Compressor, Context, Exchange, Round, State
@@ -44,7 +43,7 @@ class RandomK(Compressor):
         value = x[index]
         x[index] = 0
         (value,) = yield AllReduce((value,))
-        return torch.zeros_like(x).index_copy_(0, index, value), state
+        return ctx.result(x).zero_().index_copy_(0, index, value), state
 
     def rounds(self, ctx: Context) -> Sequence[Round]:
         return [(AllReduce, self.count(ctx.layout.numel) * ctx.layout.itemsize)]

@@ -14,19 +14,21 @@ from compress.options import option, register
 from compress.requests import AllGather
 
 
-def scatter_mean(index: Tensor, value: Tensor, like: Tensor) -> Tensor:
-    """The mean over peers of sparse vectors, dense, in the form of `like`.
+def scatter_mean(index: Tensor, value: Tensor, out: Tensor) -> Tensor:
+    """The mean over peers of sparse vectors, dense.
 
     Args:
         index: int64 [peers, k], distinct within a row.
         value: [peers, k].
+        out: where the mean is written, [d].
 
     Rows are added in the order of the peers, so that all workers round alike.
     """
-    mean, value = torch.zeros_like(like), value / len(value)
+    out.zero_()
+    value = value / len(value)
     for row_index, row_value in zip(index, value, strict=True):
-        mean.index_add_(0, row_index, row_value)
-    return mean
+        out.index_add_(0, row_index, row_value)
+    return out
 
 
 def narrowest(largest_index: int) -> torch.dtype:
@@ -93,7 +95,7 @@ class TopK(Compressor):
         value = x[first + offset]
         x[first + offset] = 0
         offset, value = yield AllGather((offset.to(self.index_dtype(x.numel())), value))
-        return scatter_mean(first + offset.long(), value, x), state
+        return scatter_mean(first + offset.long(), value, ctx.result(x)), state
 
     def rounds(self, ctx: Context) -> Sequence[Round]:
         numel = ctx.layout.numel

@@ -161,7 +161,7 @@ class Trainer:
             self.optimizer,
             max_lr=[group["lr"] for group in self.optimizer.param_groups],
             total_steps=steps + 1,
-            pct_start=0.1,
+            pct_start=0.3,
             cycle_momentum=False,
             div_factor=10,
         )

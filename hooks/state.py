@@ -150,6 +150,7 @@ class HookState:
         self._units: list[Unit] | None = None
         self._registered: list[NamedParameter] = []
         self._unit_of: dict[Tensor, int] = {}
+        self._results: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._used: set[Tensor] = set()
         self._used_by_any: dict[Tensor, Tensor] = {}
         self._usage_hooks: list[Any] = []
@@ -307,6 +308,10 @@ class HookState:
             error_feedback=self.error_feedback,
         )
         self._unit_of = {parameter: unit.index for unit in self._units for parameter in unit.parameters}
+        # One result for all units of a kind: each is written into the gradients before the next begins.
+        self._results.clear()
+        for unit in sorted(self._units, key=lambda each: each.layout.numel):
+            self._results[unit.layout.dtype, unit.device] = torch.empty_like(unit.carry.spare)
 
     def _watch(self, parameter: Tensor) -> Callable[[Tensor], None]:
         def note(_: Tensor) -> None:
@@ -450,8 +455,10 @@ class HookState:
             self._step_number += 1
 
     def _context(self, unit: Unit) -> Context:
+        arena = self._results[unit.layout.dtype, unit.device][: unit.layout.numel]
+        salt = f"unit{unit.index}."
         return Context(
-            unit.layout, self.peers, self.rank, self._step_number, self.seed, unit.device, f"unit{unit.index}."
+            unit.layout, self.peers, self.rank, self._step_number, self.seed, unit.device, salt=salt, arena=arena
         )
 
     # ------------------------------------------------------------------ failure

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-import torch
 from torch import Tensor
 
 from compress.compressor import Compressor, Context, Exchange, Round, State, nested
@@ -109,7 +108,9 @@ class Split(Compressor):
         for index, child in enumerate(self._children):
             span, layout = ctx.layout.part(index)
             if layout.numel:
-                parts.append((index, child, span, replace(ctx, layout=layout, salt=f"{ctx.salt}{index}.")))
+                arena = None if ctx.arena is None else ctx.arena[span]
+                inner_ctx = replace(ctx, layout=layout, salt=f"{ctx.salt}{index}.", arena=arena)
+                parts.append((index, child, span, inner_ctx))
         return parts
 
     def init(self, ctx: Context) -> State:
@@ -133,9 +134,11 @@ class Split(Compressor):
         results = yield from parallel(
             [child.exchange(x[span], states[index], inner_ctx) for index, child, span, inner_ctx in parts]
         )
-        mean = torch.empty_like(x)
+        mean = ctx.result(x)
         for (index, child, span, _), (part_mean, new_state) in zip(parts, results, strict=True):
-            mean[span], states[index] = part_mean, new_state
+            states[index] = new_state
+            if part_mean.data_ptr() != mean[span].data_ptr():
+                mean[span] = part_mean
             if not child.keeps_memory:
                 x[span] = 0
         return mean, SplitState(*states)

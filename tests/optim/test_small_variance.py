@@ -1,5 +1,8 @@
 """Elements whose frozen variance is zero or almost zero: embedding rows that never or hardly occurred."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,3 +122,45 @@ def test_momentum_where_nothing_ever_came_stays_zero(kind: str) -> None:
     assert bool(state["denominator"][: NEVER.start].isfinite().all())
     assert not state["update"][NEVER.start :].any()
     assert bool(state["update"][: NEVER.start].any(1).all())
+
+
+class Slope(torch.nn.Module):
+    """Gradients of a given size on `used` elements of `size`."""
+
+    def __init__(self, size: int, used: int) -> None:
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.linspace(1, 2, size, dtype=torch.float64))
+        self.used = used
+
+    def forward(self, gradient: float) -> Tensor:
+        return gradient * (self.p[: self.used] * torch.linspace(1, 2, self.used)).sum()
+
+
+def lambs_factors(gradients: list[float], size: int, used: int, **options: Any) -> list[float]:
+    """1-bit LAMB's correction after each step, frozen after three."""
+    model, factors = wrapped(Slope(size, used)), []
+    optimizer = make("lamb", model, compressor="none", lr=1e-4, **options)
+    for gradient in gradients:
+        optimizer.zero_grad()
+        model(gradient).backward()
+        optimizer.step()
+        factors.append(float(optimizer.state[model.module.p]["factor"]))
+    return factors
+
+
+def test_lambs_correction_does_not_look_at_elements_without_variance() -> None:
+    gradients = [1.0 + 0.1 * (number % 3) for number in range(20)]
+    assert lambs_factors(gradients, 20, 10) == lambs_factors(gradients, 10, 10)
+
+
+@pytest.mark.parametrize(
+    ("later", "beta2", "end", "rate"), [(1e-3, 0.5, 2.0, 1.1), (1e3, 0.9, 0.75, 0.9)], ids=["shrinking", "growing"]
+)
+def test_lambs_correction_moves_slowly_to_its_bounds(later: float, beta2: float, end: float, rate: float) -> None:
+    """Gradients a thousand times smaller or larger from the freeze on: ten per cent a step, up to 2 or down to 3/4."""
+    factors = lambs_factors([1.0] * 3 + [later] * 57, 10, 10, betas=(0.9, beta2), factor_max=2.0, factor_min=0.75)
+    assert factors[:3] == [1.0] * 3
+    assert factors[-1] == end
+    ratios = [now / before for before, now in itertools.pairwise(factors)]
+    assert all(0.9 - 1e-12 <= ratio <= 1.1 + 1e-12 for ratio in ratios)
+    assert ratios.count(pytest.approx(rate)) >= 2
