@@ -183,7 +183,10 @@ class ZeroOneAdam(CompressedOptimizer):
                 idle.add(parameter)
                 scaled[parameter] = torch.zeros_like(real(parameter), dtype=wide(parameter))
             else:
-                bound = adams_bound(*group["betas"]) / (1 - group["betas"][0])
+                # So that no single gradient moves an element by more than Adam could, bias correction included.
+                beta1, beta2 = group["betas"]
+                share = (1 - beta1) / (1 - beta1 ** (float(state["step"]) + 1))
+                bound = adams_bound(beta1, beta2) / share
                 scaled[parameter] = (real(parameter.grad) / state["denominator"]).clamp_(-bound, bound)
         self._exchange(scaled, idle)
         for group, parameter in self._grouped():

@@ -100,6 +100,20 @@ def test_no_move_exceeds_adams_bound(two: Pool, kind: str) -> None:
         assert loss < 1.0
 
 
+def test_zeroone_adam_before_the_freeze_is_bounded_too() -> None:
+    """Rows with tiny variance from step 2 that come fully at step 3, where gradients over it travel in one bit."""
+    model = wrapped(Embedding())
+    optimizer, bound = make("zeroone", model, lr=LR, freeze_step=100, variance_scaler=1), adams_bound(0.9, 0.999)
+    index, weight = words(2, 0)
+    for number in range(1, 4):
+        before = model.module.rows.detach().clone()
+        optimizer.zero_grad()
+        model(index, torch.ones_like(weight) if number == 3 else weight).backward()
+        optimizer.step()
+    moved = (model.module.rows.detach() - before).abs().max().item() / LR
+    assert 1.0 < moved <= bound + 1.0  # what the momentum already was may have been a unit
+
+
 def test_lambs_moves_are_bounded_by_its_rates(two: Pool) -> None:
     """lr times trust ratio (at most max_coeff), times factor (at most factor_max), times its larger bound."""
     bound = adams_bound(0.9, 0.999) / (1 - 0.999**FREEZE) ** 0.5
