@@ -91,7 +91,8 @@ class FP16(Half):
     Args:
         wide_sum: sum in the arena's precision (all-to-all, then all-gather; same bytes): one rounding a worker
             and one of the mean, whatever the number of workers. For many workers.
-        memory: keep what rounding lost and send it later.
+        memory: keep what rounding lost and send it later; what is lost in the sum, such as means below 6e-8,
+            only with wide_sum.
 
     On the wire: 2 bytes an element in one all-reduce, or each way of the two-sided exchange.
     Law: conserves up to the rounding of the sum; exactly with wide_sum and memory.

@@ -6,6 +6,7 @@ every key begins with the rank. Everything is a tensor, the header too (JSON as 
 
 import json
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def load_sharded(state: HookState, path: str | Path) -> None:
         for key, entry in metadata.items()
         if key.partition("/")[0] in wanted and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(flat, checkpoint_id=str(path), no_dist=True)
+    with warnings.catch_warnings():
+        # It warns that each process reads for itself, which is what is wanted.
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(flat, checkpoint_id=str(path), no_dist=True)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in flat.items():
         rank, _, name = key.partition("/")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hooks
 from compress import AllReduce, Compressor, Context, State, register
 from compress.requests import Replies, Request
+from hooks.sharded import load_sharded, save_sharded
 
 SHAPES = [(16, 8), (8,), (), (1, 40), (12, 12), (4, 3, 3, 3), (0, 3), (16, 8)]
 
@@ -445,3 +446,33 @@ def threads_left(count: int) -> tuple[int, int]:
     while threading.active_count() > before and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     return before, threading.active_count()
+
+
+def saved_sharded(spec: str, path: str) -> bool:
+    """Save into one folder for all ranks; whether a fresh state that loads it goes on with the same bits."""
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Fed())
+    state = hooks.register(model, spec)
+    for step in range(3):
+        backward(model, gradients(step, rank))
+    save_sharded(state, path)
+    expected = backward(model, gradients(3, rank))
+    state.close()
+    again = DistributedDataParallel(Fed())
+    continued = hooks.register(again, spec)
+    load_sharded(continued, path)
+    got = backward(again, gradients(3, rank))
+    continued.close()
+    return all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))  # type: ignore[arg-type]
+
+
+def loaded_elsewhere(spec: str, path: str) -> bool:
+    """Whether ranks of another number load that folder and owe the same on all of them."""
+    module = Fed()
+    state = hooks.HookState(spec, model=module)
+    load_sharded(state, path)
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    hooks.reduce_gradients(module, state)
+    state.close()
+    return all(p.grad.isfinite().all() for p in module.parameters()) and any(p.grad.any() for p in module.parameters())

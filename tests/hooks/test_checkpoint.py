@@ -1,5 +1,7 @@
 """Stopping and going on: the same bits on the same ranks, nothing lost on others."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,12 @@ def test_what_is_owed_survives_a_change_of_world(two: Pool, three: Pool, spec: s
         for name, tensor in owed[0].items():
             torch.testing.assert_close(resumed[name], tensor, atol=1e-6, rtol=1e-5)
     assert any(tensor.abs().max() > 0.1 for tensor in owed[0].values() if tensor.numel()), "something was owed"
+
+
+@pytest.mark.parametrize("spec", ["sign", "powersgd:rank=1"])
+def test_one_folder_for_all_ranks(two: Pool, three: Pool, tmp_path: Path, spec: str) -> None:
+    assert all(three.run(PROGRAMS, "saved_sharded", spec=spec, path=str(tmp_path)))
+    assert all(two.run(PROGRAMS, "loaded_elsewhere", spec=spec, path=str(tmp_path)))
 
 
 @pytest.mark.usefixtures("alone")
