@@ -39,11 +39,13 @@ class Mnist(Task):
             nn.Linear(1024, 448), nn.ReLU(),
             nn.Linear(448, 10),
         )  # fmt: skip
-        for layer in model:  # torch's own start is so small that the first steps are lost on it
-            if isinstance(layer, (nn.Conv2d, nn.Linear)):
-                nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-                nn.init.zeros_(layer.bias)
-        nn.init.normal_(layer.weight, std=0.03)
+        *_, logits, _ = model.parameters()
+        for parameter in model.parameters():  # torch's own start is so small that the first steps are lost on it
+            if parameter.dim() > 1:
+                nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+            else:
+                nn.init.zeros_(parameter)
+        nn.init.normal_(logits, std=0.03)
         return model
 
     def train_batch(self, step: int, worker: int, workers: int, seed: int) -> Batch:
