@@ -162,7 +162,9 @@ def verdict(rows: Sequence[Row], link: str) -> str:
         return "Only plain DDP was run: nothing to compare."
     if not good:
         return f"Don't compress on this link ({link}): no compressor came within a point of plain DDP's accuracy."
-    best = min(good, key=lambda row: row.step_seconds)
+    best = min(
+        good, key=lambda row: (math.inf if row.seconds_to_target is None else row.seconds_to_target, row.step_seconds)
+    )
     gain = plain.step_seconds / best.step_seconds
     lost = [row.compressor for row in others if row not in good]
     aside = f" More than a point of accuracy was lost with {', '.join(lost)}." if lost else ""
