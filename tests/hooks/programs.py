@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hooks
-from compress import AllReduce, Compressor, Context, State, register
+from compress import AllReduce, Compressor, Context, State
 from compress.requests import Replies, Request
 from hooks.sharded import load_sharded, save_sharded
 
@@ -214,10 +214,11 @@ def overlap() -> bool:
     return seen == [True]
 
 
-@register("failing")
 @dataclass(frozen=True)
 class Failing(Compressor):
-    """For tests: raises on rank 1 in its second step. On the wire: one all-reduce. Law: conserves. Not for: use."""
+    """Raises on rank 1 in its second step. Not registered: it is nobody's compressor."""
+
+    name = "failing"
 
     def exchange(self, x: Tensor, state: State, ctx: Context) -> Generator[Request, Replies, tuple[Tensor, State]]:
         if ctx.step == 1 and ctx.index == 1:
@@ -232,7 +233,7 @@ class Failing(Compressor):
 def failure() -> tuple[str, str, str, float]:
     """What each rank hears when rank 1 fails: from backward, as the kept cause, at the next use; seconds."""
     model = DistributedDataParallel(Fed())
-    state = hooks.register(model, "failing", timeout=60)
+    state = hooks.register(model, Failing(), timeout=60)
     backward(model, gradients(0, dist.get_rank()))
     started = time.monotonic()
     heard = []
