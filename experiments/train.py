@@ -228,6 +228,7 @@ class Trainer:
             counted.append(end - begin)
             if begin == 0:  # what DDP and the hook settle at the beginning is not the exchange
                 settling = Counter(self.tally.count)
+                settled = self.state.stats.total.wire_bytes if self.state else 0.0
             run.steps = end
             accuracy, loss = self.evaluate()
             run.history.append(Checkpoint(run.steps, sum(seconds), accuracy, loss))
@@ -237,7 +238,7 @@ class Trainer:
         if len(counted) > 1:
             sent, counted, messages = sent[1:], counted[1:], self.tally.count - settling
         else:
-            messages = self.tally.count
+            messages, settled = self.tally.count, 0.0
         if interface:
             run.wire_bytes_per_step = sum(sent) / sum(counted)
         if self.state is None:
@@ -246,7 +247,7 @@ class Trainer:
         else:
             stats = self.state.stats
             if run.name in OPTIMISERS:  # whose phases send different amounts
-                run.formula_bytes_per_step = stats.total.wire_bytes / stats.steps
+                run.formula_bytes_per_step = (stats.total.wire_bytes - settled) / sum(counted)
             else:
                 run.formula_bytes_per_step = self.state.formula_bytes()
             run.collectives_per_step = {kind: number / sum(counted) for kind, number in messages.items()}

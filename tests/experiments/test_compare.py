@@ -101,6 +101,14 @@ def test_a_worker_on_a_leash_ends_with_its_owner() -> None:
     worker.stdout.close()
 
 
+@pytest.mark.parametrize(
+    ("attained", "words"), [(96e6, "100mbit"), (50e6, "100mbit, of which this machine attains 50 Mbit/s")]
+)
+def test_the_verdict_is_about_the_link_as_it_is(attained: float, words: str) -> None:
+    link = Link("namespaces", 100e6, "eth0", "10.77.0.1", ((),))
+    assert compare.link_in_words("100mbit", link, {"bits_per_second": attained}) == words
+
+
 def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "RESULTS", tmp_path)
     arguments = ["--workers", "2", "--steps", "4", "--link", "1gbit", "--compressor", "none", "--compressor", "sign"]
