@@ -259,7 +259,7 @@ def describe(runs: Sequence[dict[str, Any]], measured: dict[str, Any] | None, li
 
 
 def link_in_words(link_name: str, link: Link, measured: dict[str, Any] | None) -> str:
-    """The link's name, and what it carries where that is far from its name: few machines carry 10 Gbit/s in software."""
+    """The link's name, and what it carries where that is far from it: few machines do 10 Gbit/s in software."""
     if measured is None or link.rate is None or measured["bits_per_second"] > 0.8 * link.rate:
         return link_name
     return f"{link_name}, of which this machine attains {measured['bits_per_second'] / 1e6:,.0f} Mbit/s"
