@@ -5,6 +5,7 @@ import io
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from harness import Skip
 
 import hooks
@@ -14,8 +15,20 @@ RENAMED = {"min_rate": "min_compression_rate"}
 STATE_OPTIONS = set(inspect.signature(hooks.HookState).parameters)
 
 
+_met = False
+
+
+def meet() -> None:
+    """Wait once for all ranks: one that is done and leaves before the others have connected would break their start."""
+    global _met
+    if not _met:
+        dist.barrier()
+        _met = True
+
+
 def compressor_of(name: str, options: dict[str, Any]) -> Compressor:
     """Takes the compressor's options out of `options`."""
+    meet()
     if name == "batched_powersgd":
         name = "powersgd"  # matrices of one shape are always handled together
     if name not in registry:
